@@ -122,7 +122,7 @@ def test_an_encoder_that_does_not_fit_is_refused_in_one_line(
         "extract", "--model", model, "--corpus", corpus, "--taps", "mlp_hidden:1",
         "--encode", f"mlp_hidden.1={sae}", "--out", tmp_path / "out",
     )  # fmt: skip
-    check_refused(result, 2, "reads rows of 32 values, mlp_hidden.1 has 48")
+    check_refused(result, 2, "reads rows of 32 values, but mlp_hidden.1 has 48")
     assert not (tmp_path / "out" / "units.json").exists()
 
 

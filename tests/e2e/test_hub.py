@@ -268,7 +268,7 @@ def test_a_disk_that_is_too_small_for_what_is_fetched_is_one_line(
     if not checked:
         monkeypatch.setattr("spile.plan.fetch._check_room", lambda *_: None)
     url = "hf://datasets/me/large/data.txt"
-    said = "are to be fetched" if checked else "disk full while fetching hf://datasets/me/large"
+    said = "would be fetched" if checked else "disk full while fetching hf://datasets/me/large"
     check_refused(run("fetch", "--corpus", url, "--to", small_disk), 3, said)
     hub_server.use(hub.url, small_disk, monkeypatch)
     check_refused(run("fetch", "--corpus", url), 3, said)

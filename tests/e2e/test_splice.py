@@ -223,7 +223,7 @@ def test_a_function_of_ones_own_runs_where_it_is_given(folder: Path, tmp_path: P
     clean = spile.open(folder / "clean").read("resid_post.1", 0, 40)
     np.testing.assert_allclose(rows, 0.5 * clean, rtol=1e-6)
     extracted(folder, f"{own}:with_array", str(tmp_path / "two"), taps="resid_post:1")
-    with pytest.raises(ConfigError, match="none is run because a store names it: give it with"):
+    with pytest.raises(ConfigError, match="only because a store names it; give it with"):
         spile.extract(Recipe(), out)
     with pytest.raises(ConfigError, match="check runs only the built-in changes"):
         check(out, samples=1)

@@ -54,13 +54,13 @@ def test_heads_are_read_as_one_row(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("encode", "taps", "reason"),
     [
-        ("DIR", "resid_post:0-1", "for which of the taps"),
+        ("DIR", "resid_post:0-1", "names no tap"),
         ("mlp_out.1=DIR", "resid_post:0", r"mlp_out.1 is not among --taps \(resid_post.0\)"),
         ("HOOKED", "resid_post:0", "was made for blocks.1.hook_mlp_out, which is not among --taps"),
-        ("resid_post.0=DIR,resid_post.0=HOOKED", "resid_post:0", "two encoders of resid_post.0"),
-        ("DIR", "mlp_hidden:0", "reads rows of 32 values, mlp_hidden.0 has 48"),
-        ("DIR", "attn_pattern:0", "attn_pattern is nothing that an encoder reads"),
-        ("DIR", "logprob", "logprob is nothing that an encoder reads"),
+        ("resid_post.0=DIR,resid_post.0=HOOKED", "resid_post:0", "two encoders for resid_post.0"),
+        ("DIR", "mlp_hidden:0", "reads rows of 32 values, but mlp_hidden.0 has 48"),
+        ("DIR", "attn_pattern:0", "an encoder cannot read attn_pattern"),
+        ("DIR", "logprob", "an encoder cannot read logprob"),
         (",", "resid_post:0", "names no directory"),
     ],
 )
@@ -81,13 +81,13 @@ def test_gemma_scopes_embedding_encoder_is_refused_for_scaled_embeddings(
     (tmp_path / "sae").mkdir()
     np.savez(tmp_path / "sae" / "params.npz", **saes.random_tensors("jumprelu"))  # type: ignore[arg-type]
     assert {*found(scaled, tmp_path / "sae", "resid_post:0")} == {"resid_post.0"}
-    with pytest.raises(ConfigError, match="embeddings before their scale"):
+    with pytest.raises(ConfigError, match="expect unscaled embeddings"):
         found(scaled, tmp_path / "sae", "embed")
 
 
 def test_latents_of_nothing_are_refused(model: Path) -> None:
     arch = read_arch(str(model))
-    with pytest.raises(ConfigError, match="--latents is for --encode"):
+    with pytest.raises(ConfigError, match="--latents needs --encode"):
         find_encoders(Recipe(latents=3), parse_taps("resid_post:0", arch), arch)
 
 

@@ -263,7 +263,9 @@ def test_weights_that_the_device_cannot_hold_are_refused(
         if fits:
             refuse_if_too_large(cost, "out")
             continue
-        with pytest.raises(ConfigError, match="the weights take .* GB, the device has") as caught:
+        with pytest.raises(
+            ConfigError, match="the weights take .* GB, but the device has"
+        ) as caught:
             refuse_if_too_large(cost, "out")
         assert "\n" not in str(caught.value)
         exactly = dataclasses.replace(cost, memory=cost.weights_bytes)

@@ -209,7 +209,7 @@ def test_old_files_must_be_there_and_unchanged(growing: Growing, tmp_path: Path)
 @pytest.mark.parametrize("asked", [{"max_docs": 7}, {"max_tokens": 10**6}])
 def test_a_larger_limit_alone_says_what_adds_it(asked: dict[str, Any], growing: Growing) -> None:
     growing.begin(max_docs=5, max_tokens=1000)
-    with pytest.raises(DriftError, match="add the documents with --more"):
+    with pytest.raises(DriftError, match="add documents with --more"):
         growing.store(Recipe(**asked))
 
 
@@ -224,7 +224,7 @@ def test_who_comes_second_continues_with_the_same_or_says_what_differs(
     other = growing.resolved(Recipe(more=True))
     table = store_table(one, growing.ledger).table
     assert store_table(same, growing.ledger).table == table
-    with pytest.raises(StoreError, match="another process has added documents meanwhile"):
+    with pytest.raises(StoreError, match="another process has added other documents meanwhile"):
         store_table(other, growing.ledger)
     # Who knows nothing of the new files goes on with what it knows.
     assert store_table(old, growing.ledger).table == base

@@ -66,9 +66,9 @@ def test_added_taps_are_those_of_one_extraction_bit_for_bit(
     [
         ({"add_taps": "resid_post:1"}, "has resid_post.1; leave it out of --add-taps$"),
         ({"add_taps": "z:0", "taps": "z:2"}, "--taps z:2: .* was made with resid_post.1"),
-        ({"add_taps": "z:0", "like": "acts/other"}, "--like makes another dataset"),
-        ({"add_taps": "z:0", "more": True}, "one after the other$"),
-        ({"add_taps": "z:0", "add_corpus": "more.jsonl"}, "one after the other$"),
+        ({"add_taps": "z:0", "like": "acts/other"}, "--like makes a new dataset"),
+        ({"add_taps": "z:0", "more": True}, "use one, then the other$"),
+        ({"add_taps": "z:0", "add_corpus": "more.jsonl"}, "use one, then the other$"),
         ({"add_taps": "z:9"}, "z"),
     ],
 )

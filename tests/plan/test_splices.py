@@ -76,7 +76,7 @@ def test_paths_are_changed_and_nothing_else(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("splice", "told"),
     [
-        ("erase:z.1", "known are zero:TAP, ablate:TAP=FILE.npy, .* and FILE.py:FUNCTION"),
+        ("erase:z.1", "choose from zero:TAP, ablate:TAP=FILE.npy, .* and FILE.py:FUNCTION"),
         ("zero:z.1=x.npy", "write zero:z.1$"),
         ("steer:z.1", r"write steer:z.1=FILE.npy\*FACTOR$"),
         (",", "names no change"),
@@ -84,13 +84,16 @@ def test_paths_are_changed_and_nothing_else(folder: Path) -> None:
         ("zero:z.9", "--splice zero:z.9: .*layer"),
         (
             "ablate:resid_post.1={}/short.npy",
-            r"shape \[31\]; the tap takes \[32\], or several",
+            r"shape \[31\]; the tap needs \[32\], or several",
         ),
         ("ablate:resid_post.1={}/zero.npy", "the direction is zero"),
         ("mean:resid_post.1={}/nan.npy", "holds NaN or infinity"),
         ("mean:resid_post.1={}/text.npy", "no .npy header"),
         ("mean:resid_post.1={}/none.npy", "No such file"),
-        ("replace-with-sae:resid_post.1={}/sae", "reads rows of 16 values, resid_post.1 has 32"),
+        (
+            "replace-with-sae:resid_post.1={}/sae",
+            "reads rows of 16 values, but resid_post.1 has 32",
+        ),
         ("replace-with-sae:resid_post.1={}", "--splice replace-with-sae .*: no cfg.json"),
         ("replace-with-sae:z.1.h0={}/sae", "an autoencoder reads all heads together"),
         ("{}/own.py:nothing", "returned a int, not a dictionary of changes"),
@@ -108,5 +111,5 @@ def test_what_does_not_fit_is_refused_in_one_line(folder: Path, splice: str, tol
 def test_a_change_that_no_tap_shows_is_refused(folder: Path) -> None:
     shown = {"zero:z.1": "z:1", "zero:resid_pre.1": "resid_post:0", "zero:embed": "embed"}
     assert all(found(folder, splice, taps) for splice, taps in shown.items())
-    with pytest.raises(ConfigError, match="no tap shows it: the last one, z.1, is computed"):
+    with pytest.raises(ConfigError, match="changes no tap: the last one, z.1, is computed"):
         found(folder, "zero:mlp_out.1", "z:1")

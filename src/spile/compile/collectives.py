@@ -1,6 +1,6 @@
-"""Read what devices send each other from the text of a compiled program. No jax.
+"""Count the bytes that devices send each other, from the text of a compiled program. No jax.
 
-An instruction inside a loop is counted as often as the loop runs.
+An instruction inside a loop counts once per iteration.
 """
 
 import math
@@ -36,7 +36,7 @@ _AXIS_USED = re.compile(r"'(\w+)'(?::\(\d+\)(\d+))?")  # for a split axis, with 
 
 @dataclass(frozen=True)
 class Collective:
-    """All collectives of one kind, in one step."""
+    """All collectives of one kind in one step."""
 
     count: int
     sent: int  # bytes, by each device
@@ -50,7 +50,7 @@ def read_collectives(
     Args:
         text: a compiled program, as XLA prints it.
         trips: the number of iterations of a loop that does not state it.
-        narrow: count float32 as bfloat16, for a compiler that widens what it sends.
+        narrow: count float32 as bfloat16, for a compiler that widens values before sending.
     """
     computations = dict(_computations(text))
     entry = next((name for name, (first, _) in computations.items() if first), None)
@@ -87,7 +87,7 @@ def _computations(text: str) -> Iterator[tuple[str, tuple[bool, list[str]]]]:
 
 
 def _calls(line: str, trips: int) -> Iterator[tuple[str, int]]:
-    """The computations that an instruction runs, and how often."""
+    """Yield the computations that an instruction runs, and how often."""
     if "-done(" in line or "-update(" in line:  # its start was counted
         return
     for role, name in _CALLED.findall(line):
@@ -98,7 +98,7 @@ def _calls(line: str, trips: int) -> Iterator[tuple[str, int]]:
 
 
 def _result_bytes(shape: str, kind: str, starts: bool, narrow: bool) -> int:
-    """Bytes of an instruction's result; a `-start` may also list its operand, and flags."""
+    """Return the bytes of an instruction's result; a `-start` also lists its operand and flags."""
     sizes = [
         _bytes(dtype, dims, narrow) for dtype, dims in _SHAPE.findall(shape) if dims or not starts
     ]
@@ -133,7 +133,7 @@ def sent_by_all(found: Mapping[str, Collective]) -> int:
 
 
 def added(one: Mapping[str, Collective], other: Mapping[str, Collective]) -> dict[str, Collective]:
-    """The collectives of two programs that both run."""
+    """Return the collectives of two programs together."""
     total = dict(one)
     for kind, each in other.items():
         before = total.get(kind, Collective(0, 0))

@@ -1,4 +1,4 @@
-"""Compile the step of an extraction ahead of time, for devices that need not be here.
+"""Compile the step of an extraction ahead of time, also for devices that are not here.
 
 Only a model's config.json is needed. Figures from the compiled program (memory, collectives) and
 from formulas (FLOPs, memory traffic) give an estimate of tokens per second, and of the cost.
@@ -50,8 +50,8 @@ from spile.run.step.sweep import Sweep
 
 _log = logging.getLogger("spile.compile")
 
-_UNIT_TOKENS = 4_000_000  # of a unit by default: the longest sweep
-_CONTEXTS = 16  # at most, in a row: cuDNN's kernel is compiled for a fixed number
+_UNIT_TOKENS = 4_000_000  # tokens of a unit by default: the longest sweep
+_CONTEXTS = 16  # contexts in a row: cuDNN's kernel is compiled for a fixed maximum
 _TOO_LARGE = ("RESOURCE_EXHAUSTED", "HbmOom", "exceeds available", "out of memory")
 
 
@@ -64,7 +64,7 @@ class Compiled:
     devices: int
     hosts: int
     mesh: str
-    cut: str  # what of the model, and what is whole on every device
+    cut: str  # which axes of the model are split, and which are replicated
     seq_len: int
     tokens: int  # read by all devices in a step
     compute_dtype: str
@@ -113,7 +113,7 @@ class Question:
                 f"{self.seq_len}"
             )
         if not self.recipe.taps:
-            raise ConfigError("--taps is missing: where should the model be tapped?")
+            raise ConfigError("--taps is missing; give at least one tap, e.g. resid_post:12")
         parse_taps(self.recipe.taps, self.arch)
 
     @property
@@ -131,10 +131,10 @@ class Question:
         return self.recipe.store_dtype or ("float32" if wide else "bfloat16")
 
     def workload(self, layout: Layout) -> Workload:
-        """The step on this layout, with as many rows as fit, unless the user set a number.
+        """Return the step on this layout, with as many rows as fit, unless the user set a number.
 
         Raises:
-            ConfigError: if the model cannot be cut for this layout.
+            ConfigError: if the model cannot be split for this layout.
         """
         arch, target, seq_len = self.arch, self.target, self.seq_len
         taps = parse_taps(self.recipe.taps or "", arch)
@@ -163,12 +163,12 @@ class Question:
             rows //= 2
 
     def holds(self, work: Workload) -> bool:
-        """Whether a step fits into a device's memory, by our estimate."""
+        """Return whether a step fits into a device's memory, by our estimate."""
         memory = self.target.memory
         return memory is None or work.device_bytes <= MEMORY_SHARE * memory
 
     def residency(self, work: Workload) -> Residency:
-        """Where blocks are kept; a host of an unknown machine is taken to hold what it must."""
+        """Return where blocks are kept; an unknown host is assumed to have enough memory."""
         groups = work.cuts.layout.groups
         memory, tokens = self.target.memory, self.runtime.batch_tokens
         enough = work.rows // groups
@@ -187,7 +187,7 @@ class Question:
         )
 
     def layout(self) -> Layout:
-        """The layout that the user set, or the fastest one that fits."""
+        """Return the layout that the user set, or the fastest one that fits."""
         devices, hosts = len(self.target.devices), self.target.hosts
         asked = parse_layout(self.runtime.mesh, devices, hosts, self.runtime.fsdp)
         if asked:
@@ -199,11 +199,11 @@ class Question:
 
         layout, found = fitting_layout(devices, devices // hosts, fits)
         if not found and not may_stream(self.runtime, hosts):
-            _log.warning("by our estimate no mesh of %d devices holds the model", devices)
+            _log.warning("estimated memory: the model fits no mesh of %d devices", devices)
         return layout
 
     def layouts(self) -> list[Layout]:
-        """Layouts worth trying: powers of two, and divisors of the number of heads."""
+        """Return the layouts worth trying: powers of two, and divisors of the number of heads."""
         devices = len(self.target.devices)
         twos = {1 << n for n in range(devices.bit_length())}
         heads = {n for n in range(1, devices + 1) if self.arch.num_heads % n == 0}
@@ -229,7 +229,7 @@ class Question:
 
 
 def compile_step(question: Question, layout: Layout) -> Compiled:
-    """Compile the step for one layout; block by block, if the model does not fit."""
+    """Compile the step for one layout; block by block if the model does not fit."""
     target, work = question.target, question.workload(layout)
     kept = question.residency(work)
     if kept.streams:
@@ -274,7 +274,7 @@ def compile_step(question: Question, layout: Layout) -> Compiled:
             run.as_text(),
             len(target.devices),
             trips=_schedule(work).cycles,
-            # A CPU widens what it sends.
+            # A CPU sends bfloat16 as float32.
             narrow=target.on == "cpu" and work.compute_dtype == "bfloat16",
         )
         collectives = added(collectives, found)
@@ -316,12 +316,12 @@ def search(question: Question) -> list[Compiled]:
     found = [compile_step(question, layout) for layout in question.layouts()]
     if not found:
         raise ConfigError(
-            f"--search: by our estimate no mesh of {len(question.target.devices)} devices holds "
-            "this step; choose fewer --batch-tokens, or more devices"
+            f"--search: this step fits no mesh of {len(question.target.devices)} devices, by "
+            "estimate; choose fewer --batch-tokens, or more devices"
         )
 
     def order(each: Compiled) -> tuple[bool, float, float]:
-        # Of equally fast ones, prefer the one with less work beside the bottleneck.
+        # Among equally fast meshes, prefer the one with less work besides the bottleneck.
         beside = sum(vars(each.seconds).values()) if each.seconds else 0.0
         return not each.fits, -(each.tokens_per_second or 0.0), beside
 
@@ -331,7 +331,7 @@ def search(question: Question) -> list[Compiled]:
 def _speed(
     work: Workload, target: CompileTarget, found: dict[str, Collective], kept: Residency
 ) -> dict[str, Any]:
-    """The roofline, and the rates and prices that follow from it."""
+    """Return the roofline, and the rates and prices that follow from it."""
     chip = target.chip
     if chip is None or work.compute_dtype != "bfloat16":
         return {}
@@ -351,7 +351,7 @@ def _speed(
 
 def _said(work: Workload, target: CompileTarget) -> list[str]:
     if target.chip is None:
-        return ["nothing is known about this device: no estimate of its speed"]
+        return ["unknown device: no estimate of its speed"]
     if work.compute_dtype != "bfloat16":
         return [f"no estimate of the speed of {work.compute_dtype}"]
     reached = f"{target.chip.reached:.0%} of the {target.chip.name}'s peak"
@@ -363,7 +363,7 @@ def _schedule(work: Workload) -> LayerSchedule:
 
 
 def _abstract_step(work: Workload, target: CompileTarget) -> Step:
-    """The step, with shapes in place of weights."""
+    """Return the step, with shapes instead of weights."""
     shards = _shards(work, target)
     schedule = _schedule(work)
     return Step(
@@ -373,7 +373,7 @@ def _abstract_step(work: Workload, target: CompileTarget) -> Step:
 
 
 def _abstract_sweep(work: Workload, target: CompileTarget, kept: Residency) -> Sweep:
-    """The step of a model whose blocks come in turn, with shapes in place of weights."""
+    """Return the step of a model whose blocks are streamed, with shapes instead of weights."""
     shards = _shards(work, target)
     schedule = dataclasses.replace(_schedule(work), cycles=0)
     return Sweep(
@@ -420,13 +420,13 @@ def _step_options(work: Workload, target: CompileTarget, shards: Shards | None) 
 def params_of(
     work: Workload, shards: Shards | None, schedule: LayerSchedule | None = None
 ) -> Params:
-    """The arrays that a run would load: their shapes, and their shardings."""
+    """Return the shapes and shardings of the arrays that a run would load."""
     dtype, schedule = DTYPES_BY_NAME[work.compute_dtype], schedule or _schedule(work)
     return abstract_params(work.arch, schedule, head=work.head, dtype=dtype, shards=shards)
 
 
 def _full_batch(work: Workload) -> Batch:
-    """Rows without padding, all of whose tokens are kept."""
+    """Return rows without padding in which every token is kept."""
     zeros = np.zeros((work.rows, work.seq_len), np.int32)
     full = np.full(work.rows, work.seq_len, np.int32)
     return Batch(zeros, zeros, zeros, full, None, full, contexts=_CONTEXTS)

@@ -22,7 +22,7 @@ from spile.plan.chips import Chip, Topology, chip_of, parse_topology
 
 COMPILERS = ("libtpu", "cpu", "here")
 _GPU_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-_LIBTPU_HINT = "it is a package for x86-64 Linux alone"
+_LIBTPU_HINT = "it exists for x86-64 Linux only"
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def find_target(topology: str | None, on: str | None) -> CompileTarget:
     if on == "libtpu":
         return CompileTarget(topology, wanted.chip, _compile_only(wanted), wanted.hosts, on)
     notes += (
-        "compiled for virtual CPU devices: the collectives are the same (a CPU widens bfloat16 to "
-        "send it; it is counted as it is), the temporaries are not, so what fits is estimated",
+        "compiled for virtual CPU devices: the collectives are the same (a CPU sends bfloat16 as "
+        "float32; it is counted as bfloat16), the temporaries are not, so memory is estimated",
     )
     return CompileTarget(topology, wanted.chip, virtual_cpus(wanted.chips), wanted.hosts, on, notes)
 
@@ -97,7 +97,7 @@ def _here(wanted: Topology | None) -> CompileTarget:
 
 
 def virtual_cpus(count: int) -> Sequence[Any]:
-    """As many CPU devices as asked for."""
+    """Return a number of virtual CPU devices."""
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
@@ -106,14 +106,14 @@ def virtual_cpus(count: int) -> Sequence[Any]:
     devices = jax.devices("cpu")
     if len(devices) < count:
         raise ConfigError(
-            f"{count} virtual CPU devices are needed, and jax has started with {len(devices)}; set "
+            f"{count} virtual CPU devices are needed, but jax has started with {len(devices)}; set "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
         )
     return devices[:count]
 
 
 def _compile_only(wanted: Topology) -> Sequence[Any]:
-    """Devices that programs can be compiled for, but not run on."""
+    """Return devices for which programs can be compiled, but not run."""
     if wanted.libtpu_name is None:
         raise ConfigError(f"--on libtpu is for TPUs, not for {wanted.name}; choose --on cpu")
     if importlib.util.find_spec("libtpu") is None:
@@ -135,6 +135,6 @@ def _compile_only(wanted: Topology) -> Sequence[Any]:
         if found == wanted.chips:
             return described.devices
     raise ConfigError(
-        f"--topology {wanted.name}: libtpu makes {found} devices of {wanted.libtpu_name}, not "
+        f"--topology {wanted.name}: libtpu has {found} devices for {wanted.libtpu_name}, not "
         f"{wanted.chips}"
     )

@@ -1,9 +1,8 @@
 """`spile supervise`: run a slice, and restart it when it fails. No jax.
 
-The exit code decides about a restart. 2 means an error that a restart cannot fix, and 0 that the
-work is done; any other failure (a store that does not answer, a signal, a lost process of the
-world) may be temporary. A signal to this process is passed on to the child; after that, nothing is
-restarted.
+The exit code decides about a restart: 0 means that the work is done, 2 an error that a restart
+cannot fix. Any other failure (a store that does not answer, a signal, a lost process of the world)
+may be temporary. A signal to this process is passed on to the child, and ends the restarts.
 """
 
 import logging
@@ -37,8 +36,8 @@ _MEANING = {
 class Patience:
     """How often to restart, and after what delay."""
 
-    max_restarts: int = 10  # in a row, without a unit done
-    backoff: float = 1.0  # seconds before the first restart; doubled with each
+    max_restarts: int = 10  # restarts in a row without a finished unit
+    backoff: float = 1.0  # seconds before the first restart; doubled each time
     max_backoff: float = 60.0
 
     def __post_init__(self) -> None:
@@ -56,7 +55,7 @@ class Patience:
 
 
 class Supervisor:
-    """Runs one command until it has done its work, or cannot."""
+    """Runs one command until its work is done, or restarts cannot help."""
 
     def __init__(
         self,
@@ -67,14 +66,14 @@ class Supervisor:
         *,
         drives: bool = False,
     ) -> None:
-        """`drives`: the command only drives others, so any new unit counts as its progress."""
+        """`drives`: whether the command drives other workers, so that any new unit is progress."""
         self._argv, self._rank, self._objects = argv, rank, objects
         self._patience, self._drives = patience, drives
         self._stopping = threading.Event()
         self._child: Child | None = None
 
     def run(self) -> int:
-        """Return an exit code that says whether to start this again: see docs/fleets.md."""
+        """Run to the end; return an exit code that says whether to start again (docs/fleets.md)."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
         failures, worked = 0, False
@@ -100,7 +99,7 @@ class Supervisor:
                 return code
             pause = self._patience.pause(failures)
             _log.warning(
-                "%s; restart %d of %d in %.1f s; what is committed stays",
+                "%s; restart %d of %d in %.1f s; committed units stay",
                 why,
                 failures,
                 self._patience.max_restarts,
@@ -115,7 +114,7 @@ class Supervisor:
             self._child.signal(number)
 
     def _progressed(self, child: Child, before: set[tuple[str, int]]) -> bool:
-        """Whether it has done a unit: its last heartbeat says so, or a unit it held is now done."""
+        """Return whether the child has finished a unit, by its heartbeat or the done records."""
         new = self._done() - before
         return (self._drives and bool(new)) or any(
             record.get("units_done")
@@ -127,14 +126,14 @@ class Supervisor:
         return every_done(Ledger(self._objects))
 
     def _reported(self, child: Child) -> str | None:
-        """The error that the work ended with, if it was recorded."""
+        """Return the error that the child ended with, if it was recorded."""
         if self._rank:
-            return None  # (the record may be another process's; the exit code tells enough)
+            return None  # (the record may be another process's; the exit code says enough)
         errors = [str(record["error"]) for record in child.said() if record.get("error")]
         return printable(errors[0].splitlines()[0]) if errors else None
 
     def _alone(self) -> bool:
-        """Whether the coordinator is away: the processes of a world do not all restart at once."""
+        """Return whether the coordinator is down; processes of a world do not restart at once."""
         if self._rank is None or self._rank.leads:
             return False
         host, _, port = self._rank.coordinator.rpartition(":")

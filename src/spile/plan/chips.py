@@ -1,8 +1,8 @@
 """Speed and price of chips, and the number of chips in a cloud's topology name. No jax.
 
 Figures are per chip, in bytes and seconds, as their makers publish them; prices change weekly.
-The share of a chip's peak that a program reaches is measured only for the H200; the other shares
-are assumptions, and `why` says what they rest on.
+The share of a chip's peak that a program reaches is measured only for the H200. The other shares
+are assumptions, and `why` gives the reason for each.
 """
 
 import re
@@ -33,11 +33,11 @@ class Chip:
     reached: float  # share of the peak that a step's matrix products sustain
     why: str
     memory: int
-    bandwidth: float  # of that memory
-    # Bytes that a chip sends while it exchanges with its neighbours along one axis of the torus, in
-    # both directions; a GPU sends as much to any other GPU of its host.
+    bandwidth: float  # of its memory
+    # Bytes a second that a TPU sends to its neighbours along one axis of the torus, in both
+    # directions together; that a GPU sends to any other GPU of its host.
     interconnect: float
-    host_link: float  # into the host's memory
+    host_link: float  # bytes a second into the host's memory
     on_demand: float | None  # dollars an hour
     spot: float | None
     sources: tuple[str, ...]
@@ -59,7 +59,7 @@ CHIPS = {
         ),
         Chip(
             name="v5e", kind="TPU v5 lite", platform="tpu", peak=197e12, reached=0.60, why=_ASSUMED,
-            # 16 GB, of which the compiler lets a program use this much.
+            # The chip has 16 GB; the compiler lets a program use this much.
             memory=int(15.75 * _GIB), bandwidth=819e9, interconnect=1e11, host_link=1.5e10,
             on_demand=1.20, spot=0.24493,
             sources=(_CLOUD + "v5e", _BOOK, _TPU_PRICES + ", us-central1"),
@@ -80,7 +80,7 @@ CHIPS = {
         ),
         Chip(
             name="h100", kind="NVIDIA H100", platform="gpu", peak=990e12, reached=0.66,
-            why="assumed: as the H200, whose processor and power are the same",
+            why="assumed: like the H200, which has the same processor and power",
             memory=80 * 10**9, bandwidth=3.35e12, interconnect=4.5e11, host_link=52e9,
             on_demand=2.95, spot=1.25,
             sources=(_GPUS, _NVLINK, _GPU_PRICES, "host link: as the H200"),
@@ -107,7 +107,7 @@ _GPUS_PER_HOST = 8
 
 @dataclass(frozen=True)
 class Topology:
-    """Some chips that are wired together."""
+    """A number of connected chips."""
 
     name: str
     chip: Chip
@@ -136,7 +136,7 @@ def parse_topology(text: str) -> Topology:
     chip, count = CHIPS[name], int(match[2] or 1)
     if chip.platform == "gpu":
         if count > _GPUS_PER_HOST or _GPUS_PER_HOST % count:
-            raise ConfigError(f"--topology {text}: choose 1, 2, 4 or 8 GPUs, those of one host")
+            raise ConfigError(f"--topology {text}: choose 1, 2, 4 or 8 GPUs, on one host")
         return Topology(text, chip, count, 1)
     cores = _CORES if name in ("v4", "v5p") else 1
     shapes = _DEEP if cores > 1 else _FLAT
@@ -151,6 +151,6 @@ def parse_topology(text: str) -> Topology:
 
 
 def chip_of(kind: str) -> Chip | None:
-    """The chip of a device, by jax's name for the device; None if it is not known."""
+    """Return the chip by jax's name for the device; None if it is not known."""
     found = [chip for chip in CHIPS.values() if kind.startswith(chip.kind)]
     return max(found, key=lambda chip: len(chip.kind), default=None)

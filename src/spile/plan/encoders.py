@@ -26,11 +26,11 @@ def find_encoders(recipe: Recipe, taps: Sequence[Tap], arch: Arch) -> dict[str, 
     """Find the encoder of each tap that has one, by the tap's name.
 
     Raises:
-            ConfigError: if an encoder does not fit its tap.
+        ConfigError: if an encoder does not fit its tap.
     """
     if recipe.encode is None:
         if recipe.latents is not None:
-            raise ConfigError("--latents is for --encode, which says whose")
+            raise ConfigError("--latents needs --encode")
         return {}
     found: dict[str, SparseEncoder] = {}
     for name, where in _found_in(recipe.encode, taps):
@@ -38,18 +38,18 @@ def find_encoders(recipe: Recipe, taps: Sequence[Tap], arch: Arch) -> dict[str, 
         tap = _tap_of(name, where, sae, taps, arch)
         width = tap.width(arch, 1)
         if "keys" in tap.kind.shape or tap.dtype(_FLOATS[0]) != _FLOATS[0]:
-            raise ConfigError(f"--encode {where}: {tap.site} is nothing that an encoder reads")
+            raise ConfigError(f"--encode {where}: an encoder cannot read {tap.site}")
         if sae.raw and tap.site == "embed" and arch.embed_scale != 1.0:
             raise ConfigError(
-                f"--encode {where}: Gemma Scope's own files are for embeddings before their scale, "
-                "which this tap has; give SAELens' conversion of it"
+                f"--encode {where}: Gemma Scope's own files expect unscaled embeddings, and this "
+                "tap's are scaled; give SAELens' conversion"
             )
         if width != sae.width:
             raise ConfigError(
-                f"--encode {where}: reads rows of {sae.width} values, {tap.name} has {width}"
+                f"--encode {where}: reads rows of {sae.width} values, but {tap.name} has {width}"
             )
         if tap.name in found:
-            raise ConfigError(f"--encode names two encoders of {tap.name}; a tap has one")
+            raise ConfigError(f"--encode names two encoders for {tap.name}; give one per tap")
         found[tap.name] = SparseEncoder.of(sae, recipe.latents)
     return {tap.name: found[tap.name] for tap in taps if tap.name in found}
 
@@ -61,7 +61,7 @@ def stored_taps(
     seq_len: int,
     store_dtype: str,
 ) -> dict[str, TapInfo]:
-    """Describe what is stored for every tap: its rows, or latents and their ids."""
+    """Describe the stored arrays of every tap: its rows, or latents and their ids."""
     infos: dict[str, TapInfo] = {}
     for tap in taps:
         encoder = encoders.get(tap.name)
@@ -88,7 +88,7 @@ def _items(encode: str) -> list[tuple[str, str]]:
 
 
 def _found_in(encode: str, taps: Sequence[Tap]) -> list[tuple[str, str]]:
-    """The same pairs, with a directory of directories named after taps split into those."""
+    """Return (tap, directory) pairs; a directory with a folder for each tap gives several."""
     found: list[tuple[str, str]] = []
     for name, where in _items(encode):
         folder = path_of(where)
@@ -101,7 +101,7 @@ def _found_in(encode: str, taps: Sequence[Tap]) -> list[tuple[str, str]]:
 
 
 def _tap_of(name: str, where: str, sae: Sae, taps: Sequence[Tap], arch: Arch) -> Tap:
-    """The tap that was named, the tap that the encoder was made for, or the only tap."""
+    """Return the tap named, else the tap the encoder was made for, else the only tap."""
     if name:
         for tap in taps:
             if name.replace(":", ".", 1) == tap.name or name in tap.aliases(arch):
@@ -113,9 +113,9 @@ def _tap_of(name: str, where: str, sae: Sae, taps: Sequence[Tap], arch: Arch) ->
         return hooked[0]
     if sae.hook:
         raise ConfigError(
-            f"--encode {where}: was made for {sae.hook}, which is not among --taps; tap it, or say "
-            f"--encode TAP={where}"
+            f"--encode {where}: was made for {sae.hook}, which is not among --taps; tap it, or "
+            f"write --encode TAP={where}"
         )
     if len(taps) > 1:
-        raise ConfigError(f"--encode {where}: for which of the taps? Say --encode TAP={where}")
+        raise ConfigError(f"--encode {where}: names no tap; write --encode TAP={where}")
     return taps[0]

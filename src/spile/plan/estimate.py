@@ -29,7 +29,7 @@ from spile.plan.roofline import MEMORY_SHARE, Workload, sweet_spot
 from spile.plan.survey import Counted, Survey
 
 _log = logging.getLogger("spile.plan")
-# Bytes, roughly: of a token's text; of a document's entry in the table, and of each kept column.
+# Rough sizes in bytes: a token's text; a document's entry in the documents file; a kept column.
 _CHARACTERS = 4
 _DOCUMENT = 32
 _KEPT = 64
@@ -50,18 +50,18 @@ class Estimate:
     overhead_bytes: int
     remaining_bytes: int
     free_bytes: int | None
-    batch_rows: int  # of all devices together, in a step or a sweep
+    batch_rows: int  # rows in a step or a sweep, on all devices together
     mesh: str
     residency: Residency
     weights_bytes: int  # on each device, at once
     device_bytes: int
-    memory: int | None  # of each device
+    memory: int | None  # bytes of each device
     host_bytes: int
-    bytes_by_dtype: dict[str, int]  # of the whole dataset, in every stored form
+    bytes_by_dtype: dict[str, int]  # size of the whole dataset for every --store-dtype
     monthly_dollars: float | None = None  # to keep the whole dataset, if it goes to a cloud
     priced_as: str | None = None
-    requests: Requests | None = None  # that write what is left, if it goes to a bucket
-    request_dollars: float | None = None  # for those
+    requests: Requests | None = None  # to write the remaining units, if they go to a bucket
+    request_dollars: float | None = None  # for these requests
     hourly_dollars: float | None = None  # for the heartbeats of one worker
     warnings: tuple[str, ...] = ()
     kept_bytes: int = 0  # part of the overhead: the columns that --keep names
@@ -83,9 +83,9 @@ def batch_rows(
     memory: int | None = None,
     cuts: Cuts = ONE_DEVICE,
 ) -> int:
-    """Packed rows that a group of devices reads in a step: enough tokens, never more than a unit.
+    """Return the packed rows that a group of devices reads in a step, at most those of a unit.
 
-    Unless the user set a number, it is halved until the step fits into a device's `memory`.
+    Unless the user set --batch-tokens, the number is halved until a step fits into `memory`.
     """
     tokens = runtime.batch_tokens or sweet_spot(job.checkpoint.arch, platform)
     largest = int(job.table.units.tokens.max())
@@ -106,7 +106,7 @@ def planned_residency(
     chip: Chip | None = None,
     processes: int = 1,
 ) -> Residency:
-    """Where a job's blocks are kept, and how many rows pass them at once."""
+    """Return where a job's blocks are kept, and how many rows pass them at once."""
     largest = int(job.table.units.tokens.max())
     return choose_residency(
         lambda rows: step_of(job, rows, platform, cuts),
@@ -127,7 +127,7 @@ def planned_residency(
 def fits(
     job: ExtractionJob, runtime: Runtime, platform: str, memory: int | None, layout: Layout
 ) -> bool:
-    """Whether a step fits into each device of a layout."""
+    """Return whether a step fits into each device of a layout."""
     try:
         cuts = Cuts.of(layout, axis_sizes(job.checkpoint.arch), quiet=True)
     except ConfigError:
@@ -144,18 +144,18 @@ def planned_cuts(
     memory: int | None,
     processes: int = 1,
 ) -> Cuts:
-    """Lay the model out on a number of devices, as the user set it or else so that it fits."""
+    """Return the user's layout of the model on the devices, or else one that fits."""
     layout = parse_layout(runtime.mesh, devices, processes, runtime.fsdp)
     if layout is None:
         suits = partial(fits, job, runtime, platform, memory)
         layout, fitting = fitting_layout(devices, devices // processes, suits)
         if not fitting and not may_stream(runtime, processes):
-            _log.warning("by our estimate no mesh of %d devices holds the model", devices)
+            _log.warning("estimated memory: the model fits no mesh of %d devices", devices)
     return Cuts.of(layout, axis_sizes(job.checkpoint.arch))
 
 
 def step_of(job: ExtractionJob, rows: int, platform: str, cuts: Cuts) -> Workload:
-    """The workload of a step in which each group of devices reads `rows` rows."""
+    """Return the workload of a step in which each group of devices reads `rows` rows."""
     recipe, arch = job.recipe, job.checkpoint.arch
     return Workload(
         arch=arch,
@@ -173,7 +173,7 @@ def step_of(job: ExtractionJob, rows: int, platform: str, cuts: Cuts) -> Workloa
 
 
 def row_quantum(layout: Layout, processes: int) -> int:
-    """The number of rows in a step must be a multiple of this: groups and processes share them."""
+    """Return the number that must divide a step's rows, which groups and processes share."""
     return math.lcm(layout.groups, processes)
 
 
@@ -195,11 +195,11 @@ def estimate(
     """Estimate the cost of a job.
 
     Args:
-        memory: of each device, if known.
+        memory: bytes of each device, if known.
         out: where the dataset goes; sets the size of shards, and how many wait in memory.
         found: counts of the corpus; without them the unit table's estimates are used.
         chip: the kind of device, if known.
-        price: that of the bucket where the dataset goes.
+        price: the prices of the bucket where the dataset goes.
     """
     recipe, table = job.recipe, job.table.taps
     per_row = sum(info.row_bytes for info in table.values())
@@ -212,8 +212,8 @@ def estimate(
     asked = (runtime.batch_tokens or 0) // recipe.seq_len * cuts.layout.groups
     if asked % quantum:
         raise ConfigError(
-            f"--batch-tokens {runtime.batch_tokens} makes {asked} rows in all, which {processes} "
-            f"processes cannot share: choose a multiple of "
+            f"--batch-tokens {runtime.batch_tokens} makes {asked} rows, which {processes} "
+            f"processes cannot share evenly; choose a multiple of "
             f"{quantum // cuts.layout.groups * recipe.seq_len}"
         )
     taps = together * recipe.seq_len * per_row // processes
@@ -275,7 +275,7 @@ def estimate(
 
 
 def _rows_left(job: ExtractionJob, done: set[int], left: Counted) -> Ints:
-    """Estimate the rows of each unfinished unit: it gets a share by its tokens in the table."""
+    """Estimate the rows of each unfinished unit, in proportion to its tokens in the table."""
     tokens = np.delete(job.table.units.tokens, [unit for unit in done if unit < len(job.units)])
     return np.ceil(tokens * (left.rows / max(1, tokens.sum()))).astype(np.int64)
 
@@ -296,22 +296,22 @@ def _by_table(job: ExtractionJob, done: set[int]) -> tuple[Counted, Counted]:
 
 
 def _row_bytes_as(job: ExtractionJob, store_dtype: str) -> int:
-    """Bytes of a row over all taps, if they were stored as `store_dtype`."""
+    """Return the bytes of a row over all taps, if stored as `store_dtype`."""
     arch, seq_len = job.checkpoint.arch, job.recipe.seq_len
     infos = stored_taps(job.taps, job.encoders, arch, seq_len, store_dtype)
     return sum(info.row_bytes for info in infos.values())
 
 
 def _warnings(job: ExtractionJob, platform: str) -> Iterator[str]:
-    """Warn of taps whose rows are many times as large as a residual stream's, and of few bits."""
+    """Yield warnings about float8 products, own functions, and taps with very large rows."""
     if job.recipe.compute_dtype == "float8_e4m3":
-        slower = "" if platform == "gpu" else "; on this device they are emulated, and no faster"
+        slower = "" if platform == "gpu" else "; this device emulates them, which is no faster"
         yield (
             "products in float8: on the demo model rows were 3 to 8% off, in bfloat16 0.5 to 1.3%; "
             f"`spile check` measures yours{slower}"
         )
     if any(splice.kind == FUNCTION for splice in job.splices):
-        yield "what your own function in --splice costs is not counted; --calibrate measures it"
+        yield "the cost of your own function in --splice is not counted; --calibrate measures it"
     stream = job.checkpoint.arch.width * DTYPES_BY_NAME[job.recipe.store_dtype].itemsize
     stored = [tap for tap in job.taps if tap.kind.advice and tap.name in job.table.taps]
     for tap in reversed({tap.site: tap for tap in reversed(stored)}.values()):
@@ -326,20 +326,20 @@ def refuse_if_too_large(cost: Estimate, where: str) -> None:
     """Raise if a run would fill the disk, or if its weights alone fill the device."""
     if cost.memory is not None and cost.weights_bytes > cost.memory:
         raise ConfigError(
-            f"the weights take {cost.weights_bytes / 1e9:.1f} GB, the device has "
-            f"{cost.memory / 1e9:.1f} GB: leave --weights out, choose shallower taps, a smaller "
+            f"the weights take {cost.weights_bytes / 1e9:.1f} GB, but the device has "
+            f"{cost.memory / 1e9:.1f} GB; leave --weights out, choose shallower taps, a smaller "
             "model or more devices"
         )
     if cost.free_bytes is not None and cost.remaining_bytes > cost.free_bytes:
         raise ConfigError(
-            f"{where}: about {cost.remaining_bytes / 1e9:.2f} GB would be written, "
+            f"{where}: about {cost.remaining_bytes / 1e9:.2f} GB would be written, but only "
             f"{cost.free_bytes / 1e9:.2f} GB are free; choose fewer taps or documents, or "
             "--ignore-space"
         )
 
 
 def unit_overheads(table: Table) -> Ints:
-    """Bytes of each unit beside its rows: statistics, file headers, the table of its documents."""
+    """Return the bytes of each unit besides its rows: statistics, headers, documents file."""
     taps, recipe, units = table.taps.values(), table.recipe, table.units
     headers = sum(HEADER_ALIGN + 16 * info.width for info in taps) + 3 * HEADER_ALIGN
     characters = np.minimum(units.num_docs * recipe.preview, _CHARACTERS * units.tokens)
@@ -349,14 +349,14 @@ def unit_overheads(table: Table) -> Ints:
 class Budget:
     """Decides whether another unit may begin.
 
-    Done units count with the bytes in their records. Units in hand, or about to begin, count with
-    their estimates, scaled by how the estimates of the done units turned out.
+    Done units count with the bytes in their records. Units in progress, or about to begin, count
+    with their estimates, scaled by the ratio of actual to estimated bytes of the done units.
     """
 
     def __init__(self, table: Table, ledger: Ledger, limit: int | None) -> None:
         self._table, self._ledger, self._limit = table, ledger, limit
         self._stored: dict[int, int] = {}  # by unit, for done units
-        self.spent = False  # whether a unit was refused beside the done units alone
+        self.spent = False  # whether a unit did not fit beside the done units alone
 
     @property
     def limited(self) -> bool:
@@ -364,16 +364,16 @@ class Budget:
 
     @cached_property
     def _estimated(self) -> list[int]:
-        """Bytes of each unit; without a limit nobody asks, and the units need not be loaded."""
+        """Estimated bytes of each unit; computed only if there is a limit."""
         table = self._table
         rows = (table.units.tokens * table.kept).astype(np.int64)
         return (rows * table.row_bytes + unit_overheads(table)).tolist()
 
     def allows(self, unit: int, done: Collection[int], in_hand: Collection[int]) -> bool:
-        """Whether a unit fits beside the units that are done and in hand.
+        """Return whether a unit fits beside the units that are done and in progress.
 
-        A unit that does not fit only because of units in hand does not spend the budget: those may
-        fail, or turn out smaller than estimated. Ask again.
+        If it does not fit only because of units in progress, the budget is not spent: those may
+        fail, or turn out smaller than estimated, so the caller should ask again.
 
         Args:
             in_hand: units that any worker is doing.
@@ -385,7 +385,7 @@ class Budget:
         return not self.spent and self._expected({*in_hand, unit}) <= self._limit
 
     def leaves_out(self, missing: Collection[int], done: Collection[int]) -> bool:
-        """Whether one of the missing units does not fit beside the done ones."""
+        """Return whether one of the missing units does not fit beside the done ones."""
         if self._limit is None or not missing:
             return False
         self._read(done)
@@ -398,7 +398,7 @@ class Budget:
                 self._stored[record.unit] = sum(file.bytes for file in record.files())
 
     def _expected(self, coming: Collection[int]) -> float:
-        """Bytes stored so far, plus those expected of the coming units."""
+        """Return the bytes stored so far plus those expected for the coming units."""
         stored = sum(self._stored.values())
         guessed = sum(self._estimated[unit] for unit in self._stored)
         more = sum(self._estimated[unit] for unit in {*coming} - {*self._stored})

@@ -1,9 +1,9 @@
 """Download a model, an adapter and a corpus before a run: `spile fetch`. No jax.
 
-Files on the Hub go to the cache that all Hub programs share, where later runs find them, also
+Files on the Hub go to the cache that all Hub programs share, where later runs find them even
 without a network. With `--to` they go into a plain directory, as do files in a bucket or on a web
 server. Complete files are not fetched again. A corpus that only the `datasets` library can read is
-converted to Parquet, as a run would do first.
+converted to Parquet, as at the start of a run.
 """
 
 import errno
@@ -40,12 +40,12 @@ _Item = tuple[RemotePath, Path | None]  # a file, and where to put it; None: the
 class Fetched:
     """What was fetched, and where it is now."""
 
-    model: str | None  # the value to give for --model, --lora, --corpus and --cache
+    model: str | None  # the value for --model; the next three for --lora, --corpus and --cache
     lora: str | None
     corpus: str | None
     cache: str | None
     files: int
-    files_there: int  # of them, already there before
+    files_there: int  # how many of them were there already
     bytes: int
 
 
@@ -61,8 +61,8 @@ def fetch(
     """Download the files that a run will read.
 
     Args:
-        to: a directory, for its folders `model`, `lora` and `corpus`; else the Hub's cache.
-        cache: where to keep a corpus converted to Parquet; else `to`, or as for a run.
+        to: a directory that gets folders `model`, `lora` and `corpus`; None: the Hub's cache.
+        cache: where to keep a corpus converted to Parquet; None: `to`, or the default of a run.
     """
     asked = {"model": model, "lora": lora, "corpus": corpus}
     if not any(asked.values()):
@@ -79,7 +79,7 @@ def fetch(
     missing = [item for item in wanted if not _is_there(*item)]
     if missing and offline() and not dest:
         raise ConfigError(
-            f"{missing[0][0]}: HF_HUB_OFFLINE is set; unset it to fetch what is missing"
+            f"{missing[0][0]}: HF_HUB_OFFLINE is set; unset it to fetch missing files"
         )
     if missing:
         _check_room([path for path, _ in missing], dest)
@@ -121,11 +121,11 @@ def _files(
 
 
 def _placed(name: str, source: str, files: Sequence[AnyPath], dest: Path | None) -> list[_Item]:
-    """The files that are not on a disk already, and where to put each."""
+    """Return the files that are not on a local disk, and where to put each."""
     remote = [path for path in files if isinstance(path, RemotePath)]
     if not dest:
         if not all(isinstance(path.objects, HubObjects) for path in remote):
-            raise ConfigError(f"{source}: is not on the Hub, and needs a place: --to DIR")
+            raise ConfigError(f"{source}: is not on the Hub; choose a directory with --to DIR")
         return [(path, None) for path in remote]
     flat = name != "corpus"
     return [(p, dest.joinpath(name, *((p.name,) if flat else p.parts))) for p in remote]
@@ -145,7 +145,7 @@ def _model_files(source: str) -> Sequence[AnyPath]:
 
 
 def _corpus_files(source: str, *, with_card: bool, cache: str | None) -> Sequence[AnyPath]:
-    """The corpus's data files; for the cache also the card, which assigns files to splits."""
+    """Return the corpus's data files; for the cache also the card, which maps files to splits."""
     files: list[AnyPath] = [file.path for file in find_files(source, cache)]
     some = next((path for path in files if isinstance(path, RemotePath)), None)
     if some and with_card and isinstance(some.objects, HubObjects):
@@ -167,8 +167,8 @@ def _check_room(missing: Sequence[RemotePath], dest: Path | None) -> None:
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise StoreError(
-            f"{folder}: {needed / 1e9:.1f} GB are to be fetched, and {free / 1e9:.1f} GB are free "
-            "there; free some space, or set HF_HOME or --to to a larger disk"
+            f"{folder}: {needed / 1e9:.1f} GB would be fetched, but only {free / 1e9:.1f} GB are "
+            "free; free some space, or set HF_HOME or --to to a larger disk"
         )
 
 
@@ -192,14 +192,14 @@ def _fetch(item: _Item) -> None:
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise StoreError(
-                f"disk full while fetching {path}; what is whole stays: free some space and run "
+                f"disk full while fetching {path}; complete files stay: free some space and run "
                 "the same command again"
             ) from error
         raise StoreError(f"fetching {path}: {error.strerror or error}") from error
 
 
 def _copy(path: RemotePath, place: Path) -> None:
-    """Resume into a `.part` file beside the destination, and move it there when it is complete."""
+    """Download into a `.part` file beside the destination, resumed if it exists, then rename it."""
     place.parent.mkdir(parents=True, exist_ok=True)
     part = place.with_name(f".{place.name}.part")
     size = path.size()
@@ -213,7 +213,7 @@ def _copy(path: RemotePath, place: Path) -> None:
             file.flush()
     if not _same(path, part):
         part.unlink()
-        raise InputError(f"{path}: what arrived is not what is there; run the same command again")
+        raise InputError(f"{path}: the fetched bytes differ; run the same command again")
     part.replace(place)
 
 
@@ -247,12 +247,12 @@ def _cache(path: RemotePath) -> None:
         found.resolve().unlink()
         found.unlink(missing_ok=True)
         raise InputError(
-            f"{path}: what arrived is not what the Hub has; run the same command again"
+            f"{path}: the fetched bytes differ from the Hub's; run the same command again"
         )
 
 
 def _same(path: RemotePath, file: Path) -> bool:
-    """Whether a file equals the remote one: by the Hub's hash, elsewhere by samples."""
+    """Return whether a file equals the remote one: by the Hub's hash, or else by samples."""
     if not isinstance(path.objects, HubObjects):
         return sampled_digest(file) == sampled_digest(path)
     wanted = path.objects.entry(path.key).etag

@@ -1,18 +1,17 @@
 """Growth: the documents that a dataset's corpus has gained become units that follow its own.
 
 A dataset keeps the files of its corpus in one order: those of its table, then those of each
-generation. Files are known by their identity, not by their path. A file that is gone or has changed
-is refused, with --more too: its rows could not be made again.
+generation. Files are identified by their content, not by their path. A file that is gone or has
+changed is refused, even with --more, because its rows could not be made again.
 
-What --more adds begins where the last cut ended: after the last file, or, where a limit
-(--max-docs, --max-tokens) ended it, after the last document. The selection of documents is the
-recipe's own:
+--more continues where the last cut ended: after the last file, or after the last document if a
+limit (--max-docs, --max-tokens) ended it. The recipe selects documents as before:
 
-* A limit counts all documents, or tokens, of all generations; a larger one may be given.
-* --dedupe leaves out what occurred anywhere before, so the whole corpus is read once more.
-* With --shuffle-docs, new units are permuted among themselves. With a limit too, the dataset is a
-  sample of the whole corpus, and nothing can be added to it.
-* Choices by a document's own content (--fraction, --holdout, --filter, lengths) hold as before.
+* A limit counts the documents, or tokens, of all generations; a larger one may be given.
+* --dedupe leaves out texts that occurred in any generation, so the whole corpus is read once more.
+* With --shuffle-docs, new units are permuted among themselves. With --shuffle-docs and a limit, the
+  dataset is a sample of the whole corpus, and nothing can be added to it.
+* --fraction, --holdout, --filter and limits on lengths look only at the document itself.
 """
 
 import dataclasses
@@ -57,12 +56,12 @@ class Growth:
         return "--add-corpus" if self.added else "--more"
 
     def adding(self, sources: tuple[str, ...], source: str) -> tuple[str, ...]:
-        """Return where files are found, with another source unless it is among them."""
+        """Return the sources of files, with `source` added unless it is among them."""
         known = [lasting(each) for each in sources]
         return sources if lasting(source) in known else (*sources, source)
 
     def kept(self, resolved: ResolvedRecipe, stored: Table) -> ResolvedRecipe:
-        """Return a recipe without what growth may change: further files, larger limits."""
+        """Return a recipe with the stored files and limits, the two things that growth changes."""
         was = stored.whole_recipe
         corpus = resolved.corpus[: len(was.corpus)]
         return dataclasses.replace(
@@ -80,8 +79,8 @@ class Growth:
         """Return the table with a further generation; the same table if there is nothing to add.
 
         Args:
-            files: those of the dataset in its order, then those that are new.
-            resolved: the recipe, with the limits that are asked for.
+            files: the dataset's files in their order, then the new ones.
+            resolved: the recipe, with the requested limits.
             cut: cuts the files.
         """
         self._refuse_shorter(stored, resolved)
@@ -94,13 +93,12 @@ class Growth:
             )
         if stored.made_of and (limited or any(limits.values())):
             raise ConfigError(
-                f"{self.flag}: {self.url} was copied or merged from datasets with a limit of "
-                "documents, each of which ends somewhere else; add to those, and copy or merge them"
+                f"{self.flag}: {self.url} was copied or merged from datasets with a limit on "
+                "documents; add to those, then copy or merge them again"
             )
         new = files[len(stored.files) :]
         if not new and not limited:
-            _log.info("%s: nothing new: the corpus has no other files than %s has", self.flag,
-                      self.url)  # fmt: skip
+            _log.info("%s: nothing new: %s has every file of the corpus", self.flag, self.url)
             return stored
         so_far = _so_far(stored, limited=limited)
         before = JobUnits(stored.units)[:] if resolved.dedupe else ()
@@ -137,18 +135,18 @@ class Growth:
         if resolved.max_docs is not None and resolved.max_docs < docs:
             raise ConfigError(
                 f"{self.flag}: --max-docs {resolved.max_docs:,} is less than the {docs:,} "
-                f"documents that {self.url} has; none is taken away"
+                f"documents that {self.url} has; --more never removes any"
             )
         was = stored.whole_recipe.max_tokens
         if resolved.max_tokens is not None and resolved.max_tokens < (was or tokens):
             raise ConfigError(
                 f"{self.flag}: --max-tokens {resolved.max_tokens:,} is less than the "
-                f"{was or tokens:,} of {self.url}; none is taken away"
+                f"{was or tokens:,} of {self.url}; --more never removes any"
             )
 
 
 def growth_of(recipe: Recipe, stored: Table | None, url: str) -> Growth | None:
-    """Return what a recipe asks to add to a dataset; None if nothing.
+    """Return the growth that a recipe asks for; None if it asks for none.
 
     Raises:
         ConfigError: if nothing can be added there.
@@ -157,9 +155,7 @@ def growth_of(recipe: Recipe, stored: Table | None, url: str) -> Growth | None:
         return None
     growth = Growth(url, recipe.add_corpus)
     if stored is None:
-        raise ConfigError(
-            f"{growth.flag}: no dataset at {url} yet; leave it out, and a corpus is extracted whole"
-        )
+        raise ConfigError(f"{growth.flag}: no dataset at {url} yet; leave the flag out to make one")
     if stored.shuffled:
         raise ConfigError(
             f"{growth.flag}: {url} was shuffled; add to the dataset that it was made from, and "
@@ -168,14 +164,14 @@ def growth_of(recipe: Recipe, stored: Table | None, url: str) -> Growth | None:
     for source in (*stored.sources, recipe.add_corpus or ""):
         if is_program(source):
             raise ConfigError(
-                f"{growth.flag}: {source} is a program, which is read as a whole; let it write "
-                "files, or choose another --out"
+                f"{growth.flag}: {source} is a program, which cannot be read in parts; let it "
+                "write files, or choose another --out"
             )
     return growth
 
 
 def _so_far(stored: Table, *, limited: bool) -> CutSoFar:
-    """Where the cut of a dataset's units ended: after its files, unless a limit ended it."""
+    """Return where the cut into units ended: after the last file, unless a limit ended it."""
     _, first, count = stored.units.doc_runs
     held = {
         "docs": int((first + count).max()),
@@ -191,9 +187,9 @@ def _so_far(stored: Table, *, limited: bool) -> CutSoFar:
 def in_stored_order(
     stored: Table, files: Sequence[CorpusFile], identities: Sequence[str]
 ) -> tuple[list[CorpusFile], tuple[str, ...]]:
-    """Return files and identities in the order of a dataset's, those that it has not after them.
+    """Return files and identities in the dataset's order, followed by the new ones.
 
-    If one of its own is not among them, all are returned as they are.
+    If one of the dataset's files is missing, return all in the given order.
     """
     places: dict[str, list[int]] = {}
     for place, identity in enumerate(identities):
@@ -209,7 +205,7 @@ def in_stored_order(
 def changed_files(
     stored: Table, files: Sequence[CorpusFile], identities: Sequence[str]
 ) -> dict[str, tuple[object, object]]:
-    """Say which files of a corpus are not those of the dataset."""
+    """Return the files of a corpus that differ from the dataset's, as (stored, now)."""
     there, known = {*identities}, {file["identity"] for file in stored.files}
     lost = [file for file in stored.files if file["identity"] not in there]
     new = [
@@ -232,7 +228,7 @@ def changed_files(
 def can_grow(
     old: Mapping[str, Any], new: Mapping[str, Any], differences: Mapping[str, object]
 ) -> bool:
-    """Return whether --more would add all that differs."""
+    """Return whether all differences are files or limits that --more would add."""
     larger = {"corpus"} if not {*old["corpus"]} - {*new["corpus"]} else set[str]()
     larger |= {
         name
@@ -247,7 +243,7 @@ def refuse_other_growth(url: str, wanted: Table, stored: Table) -> None:
     same = stored.files == wanted.files and stored.units == wanted.units
     if not same:
         raise StoreError(
-            f"{url}: another process has added documents meanwhile, and not the same "
+            f"{url}: another process has added other documents meanwhile "
             f"({len(stored.units):,} units and {len(stored.files):,} files there, "
             f"{len(wanted.units):,} and {len(wanted.files):,} here); run the same command again"
         )

@@ -1,7 +1,7 @@
 """The job of a run, and how one of its units is prepared for the model. No jax.
 
-A run, a plan, a check and a benchmark all prepare a unit by the one function here: read, tokenize,
-select, pack, and make the table of its documents.
+A run, a plan, a check and a benchmark all prepare a unit with the one function here: it reads,
+tokenizes, selects and packs documents, and makes the columns of the documents file.
 """
 
 from collections import Counter
@@ -118,7 +118,7 @@ class PreparedUnit:
             that are left out for their length.
         skipped: the number of documents that are left out, by reason.
         digest: a hash of exactly what was read.
-        documents: the stored table of its documents; empty if it was not requested.
+        documents: the columns of its documents file; empty if they were not requested.
         unit: its id; a sample has none.
         attempt: the name of this attempt to make it, if it is to be stored.
     """
@@ -144,9 +144,9 @@ def prepare_unit(
     """Read a unit's documents and prepare them.
 
     Args:
-        reader: one of the job's.
-        with_table: whether to make the documents' table; only one process stores it.
-        timed: times `reading` and `preparing`, and in the latter `tokenizing` and `packing`.
+        reader: a reader of the job.
+        with_table: whether to make the documents file's columns; only one process stores them.
+        timed: times `reading` and `preparing`, and within that `tokenizing` and `packing`.
     """
     with timed("reading"):
         documents = reader.read(unit.spans, unit.first_doc, unit.skip)
@@ -203,7 +203,7 @@ def prepare_documents(
 
 
 def _documents_table(documents: Documents, packed: PackedUnit) -> dict[str, np.ndarray]:
-    """The stored table of a unit's documents, including those left out."""
+    """Return the columns of a unit's documents file, including documents left out."""
     every = documents.every
     return encode_documents(
         docs=[document.ordinal for document in every],

@@ -23,19 +23,19 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
     Nothing is written. A pass may not exist yet; its ledger has the table to begin it with.
 
     Raises:
-        ConfigError: if taps are to be added to something that is not a finished dataset, or that
-            has one of them.
+        ConfigError: if taps cannot be added, because the dataset is not finished or has one of
+            them already.
     """
     if recipe.add_taps is None:
         return recipe, dataset
     table = _finished(dataset)
     if recipe.like is not None:
-        raise ConfigError("--like makes another dataset, --add-taps adds to one: give one of them")
+        raise ConfigError("--like makes a new dataset, --add-taps extends one; give one of them")
     if recipe.more or recipe.add_corpus is not None:
         raise ConfigError(
-            "--add-taps adds taps, --more and --add-corpus add documents: one after the other"
+            "--add-taps adds taps, --more and --add-corpus add documents; use one, then the other"
         )
-    # What is not given is the dataset's, but encoders belong to taps.
+    # Options that are not given come from the dataset, except encoders, which belong to taps.
     stored = dataclasses.replace(table.recipe, encode={}, encode_source=None, latents=None)
     added = dataclasses.replace(recipe, taps=recipe.add_taps, add_taps=None)
     asked = pinned_recipe(completed_recipe(added, stored))
@@ -77,7 +77,7 @@ def _finished(dataset: Ledger) -> Table:
     table = dataset.read_table()
     if table is None:
         shuffling = next(iter(dataset.objects.list(fmt.SCRATCH)), None) is not None
-        why = "it is being shuffled; add them to the dataset that it is made from"
+        why = "it is being shuffled; add taps to the dataset that it is made from"
         raise ConfigError(
             f"--add-taps: {why if shuffling else f'there is no dataset in {dataset.url} yet'}"
         )
@@ -95,7 +95,7 @@ def _finished(dataset: Ledger) -> Table:
 
 
 def _pass_of(dataset: Ledger, planned: Table) -> PassLedger:
-    """Return the pass of a fingerprint; the next one if it was dropped before."""
+    """Return the pass with this table's fingerprint; the next one if it was dropped."""
     for number in count():
         ledger = PassLedger(dataset, pass_name(planned.fingerprint, number), planned)
         if not ledger.is_dropped:
@@ -104,7 +104,7 @@ def _pass_of(dataset: Ledger, planned: Table) -> PassLedger:
 
 
 def _refuse_present(dataset: Ledger, table: Table, planned: Table, name: str) -> None:
-    """Raise if a tap is there already, in the dataset or in another pass."""
+    """Raise if the dataset or another of its passes already has one of the taps."""
     there = {tap: table.recipe for tap in table.taps}
     for other in live_passes(dataset):
         if other.name != name:
@@ -121,7 +121,7 @@ def _refuse_present(dataset: Ledger, table: Table, planned: Table, name: str) ->
 
 
 def _difference(there: ResolvedRecipe, asked: ResolvedRecipe) -> str:
-    """Say in which options, other than the taps, a pass differs from the one that has a tap."""
+    """Describe how a pass's options, other than its taps, differ from the existing pass's."""
     same = recipe_of_pass(there, asked)
     unlike = [name for name in OF_A_PASS if getattr(there, name) != getattr(same, name)]
     told = [

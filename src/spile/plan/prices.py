@@ -30,7 +30,7 @@ class Price:
         return f"{self.where} ({self.source})"
 
 
-# As these pages had them when they were last read; `--prices` gives others.
+# As on these pages when they were last read; `--prices` overrides them.
 PRICES = {
     "gs": Price(
         *(0.020, 0.005, 0.0004),
@@ -58,8 +58,8 @@ class Requests:
         return self.creates + self.lists
 
 
-# Of one unit, beside its shards, as `test_requests.py` counts them. Creates: the files beside
-# the shards, the record, and a heartbeat that claims the unit. Lists: the records and
+# The requests for one unit, besides its shards, as `test_requests.py` counts them. Creates: the
+# unit's other files, the record, and a heartbeat that claims the unit. Lists: the records and
 # twice the heartbeats of its group, and its own files. Reads: the record and the statistics, for
 # the segment. Other workers in the same group add none: a listing shows which units they hold.
 UNIT_REQUESTS = Requests(creates=len(BESIDE) + 2, lists=4, reads=2)
@@ -67,7 +67,7 @@ BEATS_AN_HOUR = 360  # of a worker, with the default --stale-after
 
 
 def price_of(url: str, given: str | None = None) -> Price | None:
-    """Return the prices of a bucket; None if it is none.
+    """Return the prices of a bucket; None if the URL is not a bucket.
 
     Args:
         given: the value of `--prices`: dollars for storage, writes and reads.
@@ -96,7 +96,7 @@ def requests_of(rows: Ints, taps: Mapping[str, TapInfo], shard_bytes: int) -> Re
     """Return the requests that write units, without the heartbeats in between.
 
     Args:
-        rows: of each unit.
+        rows: the number of rows of each unit.
         shard_bytes: the largest shard.
     """
     shards = sum(int((-(-rows * info.row_bytes // shard_bytes)).sum()) for info in taps.values())

@@ -1,7 +1,7 @@
 """Where the blocks of a model are kept while it runs: on the device, in host memory, or on disk.
 
 If they do not all fit on the device, all rows of a sweep pass one block before the next is needed,
-and the next block is on its way meanwhile (`run/step/sweep.py`). No jax.
+and the next block is copied meanwhile (`run/step/sweep.py`). No jax.
 """
 
 import math
@@ -19,22 +19,21 @@ from spile.core.system import available_memory
 from spile.plan.chips import Chip
 from spile.plan.roofline import MEMORY_SHARE, Workload
 
-# Streamed blocks on the device: one whose work may not have ended, one that is used, one that
-# arrives.
+# Three streamed blocks are on the device: one finishing, one computing, one being copied in.
 SLOTS = 3
-_DECODED = 2  # of packed blocks: one that is used, one whose work was handed over already
-_HOST_SHARE = 0.8  # of the host's free memory, for weights
-# Of a device's memory, for the streams of a sweep; those that hide a disk are long.
+_DECODED = 2  # decoded copies of packed blocks on the device: one finishing, one computing
+_HOST_SHARE = 0.8  # share of the host's free memory for weights
+# Shares of a device's memory for the streams of a sweep. Hiding a disk takes long sweeps.
 _STREAMS_SHARE, _LONG_STREAMS_SHARE = 0.1, 0.25
-_DISK_RATE = 2e9  # bytes a second, assumed of files elsewhere
-_BLOCK_RATE = 7e9  # bytes a second that a block is read, hashed and copied, however fast the disk
+_DISK_RATE = 2e9  # bytes a second, assumed for files that are not local
+_BLOCK_RATE = 7e9  # most bytes a second at which a block is read, hashed and copied
 _SAMPLE, _SAMPLE_SECONDS, _READERS = 16 << 20, 0.3, 8
-_LINK_RATE, _FLOPS, _BANDWIDTH = 12e9, 2e14, 1e12  # of a device that is not in plan/chips.py
-_DECODED_SHARE = 0.05  # of a sweep's time at most, to decode packed blocks, if memory allows
-_MARGIN = 2.0  # a sweep has this many times the tokens behind which copies just hide
+_LINK_RATE, _FLOPS, _BANDWIDTH = 12e9, 2e14, 1e12  # for a device that is not in plan/chips.py
+_DECODED_SHARE = 0.05  # largest share of a sweep's time to decode packed blocks, if memory allows
+_MARGIN = 2.0  # a sweep is this many times as long as would just hide the copies
 _MOST_SWEPT = 4 << 20  # tokens
-# Batches whose streams are on the device while the host keeps the others: one leaves, one is
-# computed from the one before it, and one arrives.
+# If the host keeps the streams, those of four batches are on the device: one leaves, one is
+# computed from another, and one arrives.
 _FETCHED = 4
 
 
@@ -43,14 +42,14 @@ class Residency:
     """Where each block is kept, and how many rows pass it at once."""
 
     kept: tuple[str, ...]  # by block: "resident", "host" or "disk"
-    batch_rows: int  # of one program, for each group of devices
-    sweep_rows: int  # as many pass a block before the next one is needed
-    block_bytes: int  # as it is kept
-    link_rate: float  # bytes a second, from where streamed blocks are
-    hidden: float  # share of a sweep's copies that compute hides, by our estimate
-    packed: bool = False  # blocks stay packed until they are used, on the device too
-    stream_bytes: int = 0  # of a sweep, in host memory: the device has no room for its streams
-    looks_up: bool = False  # embeddings are looked up in the file: the device does not hold them
+    batch_rows: int  # rows of one program, for each group of devices
+    sweep_rows: int  # rows that pass a block before the next one is needed
+    block_bytes: int  # size of a block as it is kept
+    link_rate: float  # bytes a second at which streamed blocks arrive
+    hidden: float  # estimated share of a sweep's copies that compute hides
+    packed: bool = False  # whether blocks stay packed until they run, on the device as well
+    stream_bytes: int = 0  # host memory for a sweep's streams, if the device has no room for them
+    looks_up: bool = False  # whether embeddings are read from the file instead of the device
 
     @property
     def streams(self) -> bool:
@@ -82,7 +81,7 @@ class Residency:
         return min(self.sweep_rows, _FETCHED * self.batch_rows) if self.spills else self.sweep_rows
 
     def told(self, seq_len: int) -> str:
-        """Where blocks are kept; if they come in turn, how many tokens pass each, what hides."""
+        """Describe where blocks are kept, the length of a sweep, and how far it hides copies."""
         if not self.streams:
             return str(self)
         swept = f"{self.sweep_rows * seq_len:,} tokens pass each before the next"
@@ -107,16 +106,16 @@ def all_resident(work: Workload, rows: int) -> Residency:
 
 
 def may_stream(runtime: Runtime, processes: int) -> bool:
-    """Whether a model that does not fit is streamed: processes that are joined hold it together."""
+    """Return whether a model that does not fit may be streamed; joined processes split it."""
     return runtime.weights != "resident" and processes == 1
 
 
 def streamed_bytes(
     work: Workload, resident: int, sweep_tokens: int, *, looks_up: bool = False
 ) -> int:
-    """Bytes on a device that keeps some blocks while the others pass.
+    """Return the bytes on a device that keeps some blocks while the others are streamed.
 
-    `sweep_tokens`: of one group of devices.
+    `sweep_tokens`: tokens of a sweep, for one group of devices.
     """
     held = min(work.depth, resident + SLOTS) * work.packed_block
     if work.packed:
@@ -145,13 +144,13 @@ def choose_residency(
     """Decide where blocks are kept, and how many rows pass them at once.
 
     Args:
-        step: the workload of a step with so many rows.
-        rows: of a step that is large enough; and of one that fits beside the whole model.
-        memory: of each device, if known.
-        most_rows: of a sweep: those of the largest unit.
+        step: returns the workload of a step with a given number of rows.
+        rows: the rows of a step that is large enough, and of one that fits beside the whole model.
+        memory: bytes of each device, if known.
+        most_rows: the most rows of a sweep: those of the largest unit.
         chip: the kind of device, if known.
-        host_memory: free bytes of the host; by default, of this one.
-        files: of the weights, whose rate is measured if blocks come from there.
+        host_memory: free bytes of the host; by default, of this machine.
+        files: the files of the weights; their rate is measured if blocks are read from there.
     """
     enough, fitting = rows
     wanted, work = runtime.weights, step(fitting)
@@ -163,8 +162,8 @@ def choose_residency(
         return all_resident(work, fitting)
     if processes > 1:
         raise ConfigError(
-            f"--weights {wanted}: only a process that works alone streams blocks, and {processes} "
-            "are joined; cut the model with --mesh (fsdp), or leave --weights out"
+            f"--weights {wanted}: joined processes ({processes}) cannot stream blocks; split the "
+            "model with --mesh (fsdp), or leave --weights out"
         )
     if wanted == "host" and platform == "cpu":
         return all_resident(work, fitting)  # the device's memory is the host's
@@ -187,7 +186,7 @@ def _too_large(work: Workload, rows: int, memory: int) -> bool:
 
 
 def _spread(work: Workload, memory: int, on_host: int) -> tuple[str, ...]:
-    """As many blocks as fit on the device, as many of the others as fit into the host's memory."""
+    """Put blocks on the device as far as they fit, then into host memory, the rest on disk."""
     most = work.depth if work.packed else work.depth - SLOTS
     for share in (_STREAMS_SHARE, _LONG_STREAMS_SHARE):
         room, resident = (MEMORY_SHARE - share) * memory, 0
@@ -235,7 +234,7 @@ def _sized(
         swept = max(rows, min(wanted, left // each // rows * rows))
         on_host = int(_HOST_SHARE * host_memory) - kept.count("host") * work.packed_block
         longer = min(wanted, on_host // each // rows * rows)
-        # (What passes beside the streams would stay on the device.)
+        # (Other values that pass from block to block would stay on the device.)
         if not work.beside and longer > swept and _FETCHED * rows * each <= left:
             swept, spilled = longer, longer * each
     slowest = min((link if where == "host" else disk for where in streamed), default=link)
@@ -245,12 +244,12 @@ def _sized(
 
 
 def evenly(count: int, of: int) -> list[bool]:
-    """Choose `count` of a number of places, as evenly as possible."""
+    """Mark `count` of `of` places, spaced as evenly as possible."""
     return [(n + 1) * count // of > n * count // of for n in range(of)]
 
 
 def disk_rate(files: Sequence[Any]) -> float:
-    """Bytes a second that a few threads read of the largest of some local files, measured."""
+    """Measure the bytes a second at which a few threads read the largest of some local files."""
     local = [path for path in files if isinstance(path, Path) and path.is_file()]
     if not local:
         return _DISK_RATE

@@ -80,7 +80,7 @@ def resolve(
 ) -> ExtractionJob:
     """Resolve a recipe against a store, which may be empty. Nothing is written to the store.
 
-    `cache` is where corpora that are first converted to Parquet are kept.
+    `cache` is the directory for corpora that are converted to Parquet first.
     """
     stored = ledger.read_table() or ledger.planned
     growing = growth_of(recipe, stored, ledger.url)
@@ -107,7 +107,7 @@ def resolve(
         sources = growing.adding(sources, pinned(growing.added, "dataset"))
     files = [file for source in sources for file in find_files(source, cache)]
     if recipe.part == "holdout" and not recipe.holdout:
-        raise ConfigError("--part holdout needs --holdout, the share that is held out")
+        raise ConfigError("--part holdout needs --holdout, the share to hold out")
     recipe = settle_ids(recipe, files, checkpoint.arch.vocab_size)
     reading, template = read_as(recipe, checkpoint.directory)
     corpus = _identity(recipe, files, reading)
@@ -129,8 +129,8 @@ def resolve(
     )
     if tokenizer.max_id >= checkpoint.arch.vocab_size:
         raise InputError(
-            f"{checkpoint.directory}: the tokenizer makes ids up to {tokenizer.max_id}, the model "
-            f"has {checkpoint.arch.vocab_size} embeddings; they do not belong together"
+            f"{checkpoint.directory}: the tokenizer makes ids up to {tokenizer.max_id}, but the "
+            f"model has {checkpoint.arch.vocab_size} embeddings; use the model's own tokenizer"
         )
     reading = reading or read_ids(resolved, tokenizer, checkpoint.arch.vocab_size)
     keep = settled_columns(recipe.keep, files, recipe.text_column, reading)
@@ -169,7 +169,7 @@ def store_table(job: ExtractionJob, ledger: Ledger) -> ExtractionJob:
 
 
 def _tokenizer_files(job: ExtractionJob) -> dict[str, bytes]:
-    """Return the files of the model's tokenizer, so that the dataset's texts need no model."""
+    """Return the tokenizer's files, so that the dataset's texts can be read without the model."""
     paths = {name: job.checkpoint.directory / name for name in fmt.TOKENIZER_FILES}
     files = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
     if contents_digest(files.values()) != job.recipe.model["tokenizer"]:
@@ -181,10 +181,10 @@ def _tokenizer_files(job: ExtractionJob) -> dict[str, bytes]:
 
 
 def completed_recipe(recipe: Recipe, stored: ResolvedRecipe, *, moves: bool = False) -> Recipe:
-    """Fill in options that were not given, and commits of those that were, from the store.
+    """Take options that were not given, and commits of those that were, from the stored recipe.
 
     Args:
-        moves: whether a corpus on the Hub may be a newer commit than the stored one.
+        moves: whether to use the newest commit of a corpus on the Hub, not the stored one.
     """
     defaults: dict[str, Any] = {
         **{name: getattr(stored, name, None) for name in Recipe.names()},
@@ -201,14 +201,14 @@ def completed_recipe(recipe: Recipe, stored: ResolvedRecipe, *, moves: bool = Fa
     source = stored.corpus_source
     if "corpus" in missing and is_program(source) and not Program.parse(source).shipped:
         raise ConfigError(
-            f"the corpus of this dataset is a program ({source}), and none is run because a store "
-            "names it: give it with --corpus"
+            f"the corpus of this dataset is a program ({source}), which is not run only because a "
+            "store names it; give it with --corpus"
         )
     own = names_program(stored.splice_source) if "splice" in missing else None
     if own:
         raise ConfigError(
-            f"a function changes the values of this dataset ({own}), and none is run because a "
-            "store names it: give it with --splice"
+            f"a function changes the values of this dataset ({own}), which is not run only because "
+            "a store names it; give it with --splice"
         )
     chosen = {name: defaults[name] for name in missing}
     if moves and "corpus" in missing:
@@ -221,7 +221,7 @@ def completed_recipe(recipe: Recipe, stored: ResolvedRecipe, *, moves: bool = Fa
 
 
 def _alike(recipe: Recipe, like: ResolvedRecipe) -> Recipe:
-    """Fill in options that were not given from another dataset, whose rows this one shall have."""
+    """Take options that were not given from the dataset that `--like` names."""
     given = {name: getattr(recipe, name) for name in _SOURCES if getattr(recipe, name) is not None}
     if recipe.model is not None:  # an adapter belongs to its model, and so do directions in it
         like = dataclasses.replace(like, lora_source=None, splice_source=None)
@@ -231,10 +231,10 @@ def _alike(recipe: Recipe, like: ResolvedRecipe) -> Recipe:
 
 
 def _refuse_unlike(other: Ledger, made: Table, directory: AnyPath) -> None:
-    """Raise unless the rows of a table will be those of another dataset."""
+    """Raise unless a table will have the same rows as another dataset."""
     like, asked = other.table().flattened(), f"--like {other.objects.url}"
     if like.shuffled:
-        raise ConfigError(f"{asked}: it was shuffled; give the dataset that it was made from")
+        raise ConfigError(f"{asked}: was shuffled; give the dataset that it was made from")
     old, new = like.recipe.identity(), made.recipe.identity()
     unlike = [name for name in old if name not in OF_EACH_ROW and old[name] != new.get(name)]
     if unlike:
@@ -244,27 +244,27 @@ def _refuse_unlike(other: Ledger, made: Table, directory: AnyPath) -> None:
             else f"{flag_of(name)} is {old[name]} there, {new.get(name)} here"
             for name in unlike
         )
-        raise ConfigError(f"{asked}: these would be other rows: {told}")
+        raise ConfigError(f"{asked}: the rows would differ: {told}")
     if like.recipe.model["tokenizer"] != made.recipe.model["tokenizer"]:
         differs = _other_tokenizer(other.read_tokenizer(like), directory)
         if differs:
             raise ConfigError(f"{asked}: {directory} has another tokenizer: {differs}")
     if like.units != made.units:
-        raise ConfigError(f"{asked}: its units are not those of its recipe; was it compacted?")
+        raise ConfigError(f"{asked}: its units do not follow from its recipe; was it compacted?")
 
 
 def _other_tokenizer(kept: Mapping[str, bytes], directory: AnyPath) -> str | None:
-    """Say in what a model's tokenizer.json differs from a dataset's; None if it does not.
+    """Describe how a model's tokenizer.json differs from a dataset's; None if it does not.
 
-    (Its configuration may differ, such as the template of chats: that is part of a recipe.)
+    (Its configuration may differ, for example the chat template, which is part of the recipe.)
     """
     name = fmt.TOKENIZER_FILES[0]
     if name not in kept:
-        return "its files differ from those that were read, which the dataset does not hold"
+        return "its files differ from the original ones, which the dataset does not hold"
     old, new = json.loads(kept[name]), json.loads((directory / name).read_bytes())
     vocab, others = (each.get("model", {}).get("vocab", ()) for each in (old, new))
     if len(vocab) != len(others):
-        return f"it has {len(others)} tokens, that of the dataset {len(vocab)}"
+        return f"it has {len(others)} tokens, the dataset's has {len(vocab)}"
     parts = [part for part in {**old, **new} if old.get(part) != new.get(part)]
     return f"{', '.join(parts)} of {name} differ" if parts else None
 
@@ -366,7 +366,7 @@ def _settled(
 def _identity(
     recipe: Recipe, files: list[CorpusFile], reading: RowReader | None
 ) -> tuple[str, ...]:
-    """The identity of the corpus: that of its files, or of the program that generates it."""
+    """Return the identity of the corpus: of its files, or of the program that generates it."""
     program = files[0].program
     if program is None:
         return tuple(f.identity for f in files if f.identity) or tuple(
@@ -389,8 +389,8 @@ def _make_table(
     like: Table | None = None,
 ) -> Table:
     """Args:
-    named: columns to keep that the user named, and that therefore must exist.
-    like: a table whose units these shall be, where no single cut makes them.
+    named: columns to keep that the user named; they must exist.
+    like: a table whose units to copy, if a single cut cannot make them.
     """
     if like:
         units, kept, more = [Unit.from_json(unit) for unit in like.units], like.kept, like.sources
@@ -427,12 +427,12 @@ def _cut(
     so_far: CutSoFar | None = None,
     before: Sequence[Unit] = (),
 ) -> tuple[list[Unit], float]:
-    """Cut the corpus into units; also return the share of tokens that become rows, estimated.
+    """Cut the corpus into units; also return the estimated share of tokens that become rows.
 
     Args:
         named: columns to keep that must exist.
-        so_far: what was cut before, for the units that follow.
-        before: those units, whose texts are duplicates where they occur again.
+        so_far: where to continue an earlier cut.
+        before: the units of that cut; their texts count as duplicates.
     """
     first = so_far.file if so_far else 0
     with closing(open_reader(resolved, files, reading)) as reader:
@@ -463,12 +463,9 @@ def _cut(
 def _shares(
     resolved: ResolvedRecipe, reader: CorpusReader, tokenizer: TextTokenizer, first: int
 ) -> tuple[float, float]:
-    """The share of all tokens that the model reads, and the share of those that become rows.
+    """Return the share of tokens that the model reads, and the share of those that become rows.
 
-    Both are measured on the first documents of a few files, prepared as in a run.
-
-    Args:
-        first: the first file to look at.
+    Both are measured on the first documents of a few files, from file `first` on.
     """
     if resolved.reads_all and resolved.keeps_all:
         return 1.0, 1.0

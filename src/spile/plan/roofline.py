@@ -1,7 +1,7 @@
 """Cost of a step on a device, by formula: FLOPs, memory traffic, memory use. No jax.
 
-The compiler's own count does not serve here: it counts a loop's body once, however often it runs,
-and sees nothing inside a kernel. Rows are assumed full, each with a single document.
+The compiler's own count is of no use: it counts a loop's body once, however often it runs, and sees
+nothing inside a kernel. Rows are assumed to be full, each with a single document.
 """
 
 import math
@@ -28,35 +28,35 @@ from spile.models.splices import Splice
 from spile.models.taps import Tap
 from spile.plan.chips import Chip
 
-MEMORY_SHARE = 0.9  # of a device's memory that a step may fill, by our estimate
-# The matrix products of a narrow model are small, and its kernels many: it needs more tokens in a
-# step. The largest width for each number of tokens.
+MEMORY_SHARE = 0.9  # share of a device's memory that a step may fill, by our estimate
+# A narrow model has many small kernels, so it needs more tokens in a step. By platform: the largest
+# width, and the number of tokens for it.
 _STEP_TOKENS = {"gpu": {512: 131072, 1023: 65536, 2047: 32768}, "tpu": {2047: 32768}}
-# An expert's products are as small as its share of the tokens.
+# Each expert multiplies only its share of the tokens, so models with experts need more of them.
 _EXPERT_TOKENS, _MOST_FOR_EXPERTS = 2048, 65536
 _SCORE = 4  # bytes: scores are float32
-_CHUNK = 64  # tokens that the gated delta rule, or a state space, takes at once
-_SCALE = 4  # bytes per row, in eight bits
+_CHUNK = 64  # tokens per chunk of the gated delta rule or a state space
+_SCALE = 4  # bytes of a row's scale, for 8-bit rows
 _UNIT_SECONDS, _NOMINAL_CPU = 30, 1e11  # FLOP/s: about eight cores of a laptop
 _MOST_CPU_TOKENS = 64_000
 
 
 def sweet_spot(arch: Arch, platform: str) -> int:
-    """Tokens in a step beyond which nothing is gained: docs/benchmarks.md has the curves."""
+    """Return the tokens in a step beyond which speed no longer grows (docs/benchmarks.md)."""
     if platform == "cpu":
         return 1024
     by_width = _STEP_TOKENS.get(platform, {})
     tokens = next((n for width, n in by_width.items() if arch.width <= width), 16384)
     if platform == "gpu" and arch.experts:
-        each = arch.experts.chosen / arch.experts.count  # of the tokens, for one expert
+        each = arch.experts.chosen / arch.experts.count  # the share of tokens for one expert
         tokens = max(tokens, min(_MOST_FOR_EXPERTS, round(_EXPERT_TOKENS / each)))
     return tokens
 
 
 def cpu_unit_tokens(arch: Arch, taps: tuple[Tap, ...], seq_len: int) -> int:
-    """Tokens of a unit on a CPU: about half a minute of work, so that a stop costs little.
+    """Return the tokens of a unit on a CPU: about half a minute of work, so a stop loses little.
 
-    It assumes a nominal rate and measures none: a recipe must give the same units everywhere.
+    The rate is nominal, not measured: a recipe must give the same units on every machine.
     """
     experts = arch.experts
     depth = max(tap.layers_needed(arch) for tap in taps)
@@ -80,7 +80,7 @@ class Workload:
     taps: tuple[Tap, ...]
     cuts: Cuts
     seq_len: int
-    rows: int  # of a step, on all devices
+    rows: int  # in a step, on all devices
     compute_dtype: str
     store_dtype: str
     whole: bool  # whether the deepest block runs to its end
@@ -121,20 +121,20 @@ class Workload:
         return self.outer_weights() + sum(blocks)
 
     def outer_weights(self, *, embedding: bool = True) -> int:
-        """Bytes of the arrays before and after the blocks, of encoders, and of changes."""
+        """Bytes of the arrays before and after the blocks, of encoders, and of splices."""
         left_out = set[str]() if self.head else {spec.name for spec in head_specs(self.arch)}
         if not embedding and not (self.head and self.arch.tied_head):
             left_out.add("embed")
         outer = [spec for spec in outer_specs(self.arch) if spec.name not in left_out]
         values = sum(math.prod(spec.shape) // self.cuts.share(spec.axes) for spec in outer)
-        # Each device holds all of the encoders, and all arrays of changes.
+        # Encoders and the arrays of splices are replicated on every device.
         values += self._encoding + sum(splice.values for splice in self.splices if splice.sae)
         small = 4 * sum(splice.values for splice in self.splices if not splice.sae)
         return values * self.item + small
 
     @cached_property
     def block_weights(self) -> int:
-        """Bytes of one block's arrays; of the largest, where they differ."""
+        """Bytes of the arrays of the largest block."""
         return max(map(self._weights_of, set(self.arch.layers[: self.depth])), default=0)
 
     def _weights_of(self, layer: Layer) -> int:
@@ -142,7 +142,7 @@ class Workload:
 
     @cached_property
     def packed_block(self) -> int:
-        """Bytes of the largest block as it comes to the device: packed arrays are still so."""
+        """Bytes of the largest block as it is sent to the device, with packed arrays packed."""
         return max(
             sum(self.packed.get(s.name, self._bytes_of(s)) for s in block_specs(self.arch, kind))
             for kind in set(self.arch.layers)
@@ -164,9 +164,9 @@ class Workload:
 
     @cached_property
     def taps_bytes(self) -> int:
-        """Bytes of tapped values: as computed, and once more compacted.
+        """Bytes of tapped values, as computed and once more in their compacted form.
 
-        A filter does not shrink them: all rows are as wide as the one with the most kept tokens.
+        A filter does not count as saving space: the row with the most kept tokens sets the width.
         """
         late = self.store_dtype in QUANTIZED or self.encoders
         met = activation_dtype(self.compute_dtype) if late else self.store_dtype
@@ -178,9 +178,9 @@ class Workload:
 
     @cached_property
     def beside(self) -> int:
-        """Values of a token that pass from block to block beside the stream.
+        """Values per token that pass from block to block besides the stream.
 
-        The embeddings that blocks have of their own, and keys and values that later ones borrow.
+        These are per-layer embeddings, and keys and values that later blocks borrow.
         """
         lenders = {layer.window: self.arch.of(layer) for layer in self.arch.layers if layer.borrows}
         lent = sum(2 * own.num_kv_heads * own.head_dim for own in lenders.values())
@@ -188,7 +188,7 @@ class Workload:
 
     @property
     def passing(self) -> int:
-        """Bytes of a token that pass from block to block: of the stream, and beside it."""
+        """Bytes per token that pass from block to block: the stream, and the values beside it."""
         stream = self.arch.width * (4 if self.arch.wide_stream else self.item)
         return stream + self.beside * self.item
 
@@ -206,14 +206,14 @@ class Workload:
         values += self.beside
         values += 3 * inner // max(self._ways("mlp"), self._ways("experts"))
         if delta := arch.delta:
-            # In float32: a token's row of three matrices of a chunk, its key and value twice.
-            # Where channels decay by themselves, so does a key for each end of that.
+            # In float32, per token: a row of three chunk matrices, and its key and value twice.
+            # If channels decay separately, there are four more decayed copies of the key.
             keys = delta.key_dim * (6 if delta.by_channel else 2)
             rows = delta.value_heads * (3 * _CHUNK + keys + 2 * delta.value_dim)
             rule = 2 * delta.channels + rows * _SCORE // self.item
             values += rule // self._ways("delta_heads")
         if space := arch.state_space:
-            # In float32: a token's row of two matrices of a chunk, its value, key and query twice.
+            # In float32, per token: a row of two chunk matrices; value, key and query twice.
             rows = space.heads * 2 * (_CHUNK + space.head_dim) + 4 * space.groups * space.state
             rule = 2 * space.channels + rows * _SCORE // self.item
             values += rule // self._ways("ssm_heads")
@@ -227,7 +227,7 @@ class Workload:
         held += 2 * _SCORE * min(AT_ONCE, self._own * latents)
         if self.cuts.layout.fsdp == 1:
             return held
-        # The running block is gathered, and the next one at the same time.
+        # The running block is gathered, and the next one meanwhile.
         block = max(
             sum(math.prod(spec.shape) // self._cut(spec) for spec in block_specs(arch, layer))
             for layer in set(arch.layers)
@@ -290,21 +290,21 @@ class Workload:
             if layer.mixer == SHORT_CONVOLUTION:
                 values += 4 * ("wcx" in runs) * arch.width // self._ways("channels")
             if layer.attends and "scores" in runs:
-                # Queries and mixed values of each head; keys and values of each that has them.
+                # Queries and mixed values of each head; keys and values of each key head.
                 own = arch.of(layer)
                 heads = (own.num_heads + own.num_kv_heads) * (own.head_dim + own.value_dim)
                 values += heads // self._ways("heads")
                 if self._scores_all:
                     scores = 4 * _SCORE * arch.num_heads * self.seq_len
                     values += scores // self._ways("heads") // self.item
-        # A change reads and writes its tap's values once more, and reads its arrays.
+        # A splice reads and writes its tap's values once more, and reads its arrays.
         weights += sum(splice.values for splice in self.splices)
         values += sum(2 * splice.tap.width(arch, self.seq_len) for splice in self.splices)
         # Tapped values are written, read for their statistics, and moved.
         return (passes * weights + values * self._own) * self.item + 3 * self.taps_bytes
 
     def _blocks(self) -> Iterator[tuple[Layer, frozenset[str]]]:
-        """Each block that runs, and the names of its operations that run."""
+        """Yield each block that runs, with the names of its operations that run."""
         names = (spec.name for spec in block_specs(self.arch))
         everything = frozenset((*ALL_MIXERS, *names))
         for number, layer in enumerate(self.arch.layers[: self.depth]):
@@ -319,7 +319,7 @@ class Workload:
 
     @property
     def _rule(self) -> int:
-        """FLOPs of the gated delta rule for each token: products with a chunk, and with states."""
+        """FLOPs of the gated delta rule per token: products within a chunk and with the state."""
         delta = self.arch.delta
         assert delta
         pairs = 4 * _CHUNK * delta.key_dim * delta.key_heads
@@ -329,7 +329,7 @@ class Workload:
 
     @property
     def _space(self) -> int:
-        """The same of a state space; keys and queries of a single group are not cut."""
+        """The same for a state space. (Keys and queries of a single group are not split.)"""
         space = self.arch.state_space
         assert space
         pairs = 2 * _CHUNK * space.state * space.groups // self._ways("ssm_groups")
@@ -337,7 +337,7 @@ class Workload:
         return pairs + space.heads * of_head // self._ways("ssm_heads")
 
     def _chosen(self, spec: ParamSpec) -> int:
-        """How many of its matrices a token uses."""
+        """Return how many of an array's matrices a token uses."""
         experts = self.arch.experts
         return experts.chosen if experts and "experts" in spec.axes else 1
 
@@ -345,7 +345,7 @@ class Workload:
         return math.prod(spec.shape[-2:]) * self._chosen(spec) // self._cut(spec)
 
     def _cut(self, spec: ParamSpec) -> int:
-        """Number of parts that the work with an array is cut into; gathered axes are not cut."""
+        """Return how many devices share the work with an array; gathered axes do not count."""
         along = self.cuts.along(spec.axes, gathered=True)
         return self.cuts.layout.model if "model" in along else 1
 
@@ -357,7 +357,7 @@ class Workload:
         return any(tap.site == "attn_pattern" for tap in self.taps)
 
     def _keys(self, layer: Layer) -> float:
-        """The average number of keys that a query is scored against."""
+        """Return the average number of keys that a query is scored against."""
         seq = self.seq_len
         if self._scores_all:
             return seq
@@ -368,7 +368,7 @@ class Workload:
         return (window * (window + 1) / 2 + (seq - window) * window) / seq
 
     def _held(self, row: int) -> int:
-        """Bytes of a device's share of the rows, if a row has `row` bytes."""
+        """Return the bytes of a device's share of the rows, if a row has `row` bytes."""
         return self.tokens * row // self.cuts.layout.size
 
     @property
@@ -400,7 +400,7 @@ class Roofline:
 
     @classmethod
     def of(cls, work: Workload, sent: float, chip: Chip) -> "Roofline":
-        """`sent`: bytes a device sends to others in a step."""
+        """`sent`: bytes that a device sends to others in a step."""
         return cls(
             work.flops / chip.sustained,
             work.traffic / chip.bandwidth,
@@ -410,12 +410,12 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """Seconds if all other work hides behind the slowest."""
+        """Seconds of a step if everything overlaps with the slowest resource."""
         return max(vars(self).values())
 
     @property
     def one_by_one(self) -> float:
-        """Seconds if kernels run one by one: memory traffic does not hide behind products."""
+        """Seconds of a step if kernels run one by one, so products and memory traffic add up."""
         return max(self.compute + self.memory, self.interconnect, self.host_link)
 
     @property

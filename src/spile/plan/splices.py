@@ -1,13 +1,13 @@
 """`--splice`: find the changes that it names, and their arrays. No jax.
 
-    zero:z.5.h3                       all values of a head, or of any tap, are zero
-    ablate:resid_post.12=DIR.npy      what lies along one direction, or several, is taken away
-    steer:resid_post.12=DIR.npy*4     a vector is added
-    mean:mlp_out.3=MEAN.npy           every token has these values, or the mean of a dataset
-    replace-with-sae:resid_post.9=SAE what a sparse autoencoder makes of the values
+    zero:z.5.h3                       set all values of a head, or of any tap, to zero
+    ablate:resid_post.12=DIR.npy      project out one direction, or several
+    steer:resid_post.12=DIR.npy*4     add a vector
+    mean:mlp_out.3=MEAN.npy           replace every token's values by these, or by a dataset's mean
+    replace-with-sae:resid_post.9=SAE replace the values by a sparse autoencoder's reconstruction
     FILE.py:FUNCTION                  returns {tap: a function of its values}, as `Model` takes it
 
-Changes are made in the order in which they are named.
+Changes apply in the order in which they are named.
 """
 
 import os
@@ -32,14 +32,14 @@ from spile.models.taps import Tap, computed_as, parse_taps, place_of
 from spile.objects.paths import path_of
 
 NONE, SAE = "none", "replace-with-sae"
-_MOST = 1 << 26  # values of a file
+_MOST = 1 << 26  # most values in a file
 _BUILT_IN = re.compile(rf"({'|'.join(KINDS)}):([^=]+?)(?:=(.+))?")
 _PROGRAM = re.compile(r"(.+\.py):(\w+)")
 _FACTOR = re.compile(r"(.+?)\*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
 
 
 def each_splice_source(splice: str, change: Callable[[str, str], str]) -> str:
-    """Return `--splice` with every path in it changed, by its kind; those of programs absolute."""
+    """Return `--splice` with every path changed, by its kind; program paths become absolute."""
 
     def changed(item: str) -> str:
         if program := _PROGRAM.fullmatch(item):
@@ -54,15 +54,15 @@ def each_splice_source(splice: str, change: Callable[[str, str], str]) -> str:
 
 
 def names_program(splice: str | None) -> str | None:
-    """Return the first function of a user's own that `--splice` names."""
+    """Return the first user function that `--splice` names."""
     return next((item for item in _items(splice or NONE) if _PROGRAM.fullmatch(item)), None)
 
 
 def find_splices(splice: str | None, taps: Sequence[Tap], arch: Arch) -> tuple[Splice, ...]:
-    """Find the changes that `--splice` names, in order; a user's own function is run.
+    """Find the changes that `--splice` names, in order. This calls the user's functions.
 
     Args:
-        taps: those of a new dataset; none if it was begun before.
+        taps: the taps of a new dataset; empty if the dataset exists.
 
     Raises:
         ConfigError: if a change does not fit its tap, or none of the taps can show it.
@@ -72,8 +72,8 @@ def find_splices(splice: str | None, taps: Sequence[Tap], arch: Arch) -> tuple[S
     for each in found:
         if deepest and place_of(each.tap, arch) > place_of(deepest, arch):
             raise ConfigError(
-                f"--splice {each.kind}:{each.tap.name}: no tap shows it: the last one, "
-                f"{deepest.name}, is computed before"
+                f"--splice {each.kind}:{each.tap.name}: changes no tap: the last one, "
+                f"{deepest.name}, is computed earlier; tap a later site"
             )
     return tuple(found)
 
@@ -91,7 +91,7 @@ def _parsed(item: str) -> tuple[str, str, str | None]:
         known = ", ".join(
             f"{kind}:TAP" + (f"={what}" if what else "") for kind, what in KINDS.items()
         )
-        raise ConfigError(f"--splice {item!r}: known are {known}, and FILE.py:FUNCTION")
+        raise ConfigError(f"--splice {item!r}: choose from {known}, and FILE.py:FUNCTION")
     kind, tap, value = match[1], match[2], match[3]
     wanted = KINDS[kind]
     if (wanted is None) != (value is None):
@@ -127,7 +127,7 @@ def _taps(item: str, named: str, arch: Arch) -> tuple[Tap, ...]:
 
 
 def _built_in(item: str, kind: str, tap: Tap, value: str | None, arch: Arch) -> Splice:
-    """One built-in change. Arrays are widened to all heads: zero, or not chosen, elsewhere."""
+    """Return a built-in change. Its arrays cover all heads; other heads are left unchanged."""
     shape = tap.shape(arch, 1)
     whole = replace(computed_as(tap), heads=())
     width = int(np.prod(shape))
@@ -169,20 +169,20 @@ def _reconstructed(item: str, tap: Tap, whole: Tap, where: str, arch: Arch) -> S
         raise ConfigError(f"--splice {item}: an autoencoder reads all heads together")
     if sae.width != whole.width(arch, 1):
         raise ConfigError(
-            f"--splice {item}: reads rows of {sae.width} values, {tap.name} has "
+            f"--splice {item}: reads rows of {sae.width} values, but {tap.name} has "
             f"{whole.width(arch, 1)}"
         )
     if sae.raw and tap.site == "embed" and arch.embed_scale != 1.0:
         raise ConfigError(
-            f"--splice {item}: Gemma Scope's own files are for embeddings before their scale, "
-            "which this tap has; give SAELens' conversion of it"
+            f"--splice {item}: Gemma Scope's own files expect unscaled embeddings, and this tap's "
+            "are scaled; give SAELens' conversion"
         )
     told = f"{SAE} {tap.name} {identity(sae)}"
     return Splice(kind=SAE, tap=whole, identity=told, sae=sae)
 
 
 def _mean(item: str, tap: Tap, where: str, width: int) -> np.ndarray:
-    """The mean in a file, or the mean of a dataset's rows of the same tap."""
+    """Return the mean in a file, or the mean of a dataset's rows of the same tap."""
     if where.endswith(".npy"):
         return _rows(item, _npy(item, where), (width,), several=False)[0]
     dataset = open_dataset(where)
@@ -220,20 +220,20 @@ def _npy(item: str, where: str) -> np.ndarray:
 
 
 def _rows(item: str, array: np.ndarray, shape: tuple[int, ...], *, several: bool) -> np.ndarray:
-    """An array as [1, or any number, width]."""
+    """Reshape an array to [1, width]; with `several`, to [any, width]."""
     width = int(np.prod(shape))
     fits = {shape, (width,)}
     if array.shape not in fits and not (several and array.shape[1:] in fits and len(array)):
         also = f", or several of them as [any, {width}]" if several else ""
         raise ConfigError(
-            f"--splice {item}: the file holds an array of shape {list(array.shape)}; the tap takes "
+            f"--splice {item}: the file holds an array of shape {list(array.shape)}; the tap needs "
             f"{list(shape)}{also}"
         )
     return array.reshape(-1, width)
 
 
 def _functions(path: Path, name: str, arch: Arch) -> Iterator[Splice]:
-    """The changes of a user's own function: it is called once, and returns them by tap."""
+    """Yield the changes that a user's function returns by tap. The function is called once."""
     shown = f"--splice {path}:{name}"
     function = getattr(load_file(path, "--splice"), name, None)
     if not callable(function):

@@ -1,8 +1,8 @@
-"""Count the contents of a corpus, rather than estimate them, as far as time allows. No jax.
+"""Count the documents, tokens and bytes of a corpus, as far as time allows. No jax.
 
-A random sample of the units that are left is read, tokenized and packed as in a run; done units are
-counted by their records. For the units that were not read, the table's estimate is scaled by the
-ratio found in the sample. The error follows from how much that ratio varies between units.
+A random sample of the remaining units is read, tokenized and packed as in a run; done units are
+counted by their records. For units that were not read, the table's estimate is scaled by the ratio
+found in the sample. The error follows from how much that ratio varies between units.
 """
 
 import importlib
@@ -24,8 +24,8 @@ from spile.dataset.write.unit_writer import unit_bytes
 from spile.objects import Objects
 from spile.plan.job import ExtractionJob, PreparedUnit, prepare_unit
 
-SECONDS = 5.0  # of reading, unless `exact`
-_FEWEST = 4  # units to read, however long it takes: fewer say nothing of their spread
+SECONDS = 5.0  # time limit for reading, unless `exact`
+_FEWEST = 4  # units to read, however long it takes: fewer do not show how units vary
 _CONFIDENCE = 0.95  # probability that the total is within its error
 
 
@@ -35,7 +35,7 @@ class Counted:
 
     tokens: float = 0.0
     rows: float = 0.0
-    beside: float = 0.0  # bytes that are neither a tap's rows nor the index: headers, statistics
+    beside: float = 0.0  # bytes besides taps' rows and the index: headers, statistics
     packed: float = 0.0  # positions for tokens in the rows that the model reads
     kept: float = 0.0  # bytes of the columns that --keep names; part of `beside`
 
@@ -61,7 +61,7 @@ class Survey:
 def survey(
     job: ExtractionJob, ledger: Ledger, runtime: Runtime, *, processes: int = 1, exact: bool = False
 ) -> Survey:
-    """Count for a few seconds, or with `exact` to the end."""
+    """Count for a few seconds; with `exact`, count every unit."""
     done = _done(job, ledger)
     left = [unit for unit in job.units if unit.id not in done]
     counted: dict[int, Counted] = {}
@@ -115,7 +115,7 @@ def _concluded(
     scale = unread / guessed if guessed else 0.0
     rest = Counted(*(scale * value for value in _values(seen)))
     known = sum(done.values(), Counted())
-    if seen.tokens:  # records do not tell how many of their bytes are kept columns
+    if seen.tokens:  # records do not say how many of their bytes are kept columns
         known = replace(known, kept=seen.kept * known.tokens / seen.tokens)
     fill = seen.tokens / seen.packed if seen.packed else None
     return Survey(
@@ -129,7 +129,7 @@ def _concluded(
 
 
 def _error(guess: Mapping[int, int], counted: Mapping[int, Counted]) -> int | None:
-    """The error of a ratio estimate, from each read unit's distance to the overall ratio."""
+    """Return the error of a ratio estimate, from each unit's distance to the overall ratio."""
     count, everything = len(counted), len(guess)
     if count == everything:
         return 0

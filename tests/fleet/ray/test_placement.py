@@ -69,7 +69,7 @@ def test_nodes_that_are_gone_have_no_room_and_those_that_join_have() -> None:
 def test_what_is_wanted_and_what_there_is_can_be_told() -> None:
     placements = Placements(Nodes({"CPU": 4}, {}), RayOptions(ray_resources="GPU=1", ray_hosts=2))
     assert placements.described() == (
-        "a slice takes GPU=1 on each of 2 nodes; the nodes have CPU=4, nothing"
+        "a slice needs GPU=1 on each of 2 nodes; the nodes have CPU=4, nothing"
     )
 
 
@@ -79,6 +79,6 @@ def test_an_absent_cluster_a_missing_ray_and_foreign_flags_are_refused(
     flags = ("extract", "--out", tmp_path / "out", "--engine", "ray")
     address = f"127.0.0.1:{tiny.free_port()}"
     check_refused(run(*flags, "--ray-address", address), 2, address, "Connection refused")
-    check_refused(run(*flags, "--share", "0/2"), 2, "--share does not go with --engine ray")
+    check_refused(run(*flags, "--share", "0/2"), 2, "--share conflicts with --engine ray")
     monkeypatch.setitem(sys.modules, "ray", None)
     check_refused(run(*flags), 2, "pip install 'spile[ray]'")

@@ -1,7 +1,7 @@
 """One host of a slice on a Ray cluster: the code of the actor. The driver is `driver.py`.
 
-The driver sends it units by number, and it answers when each is committed; rows go from here to the
-store. Answers are plain values: a failure is its text and exit code, as for a process.
+The driver sends units by number, and the actor answers when each is committed. Rows go from here to
+the store. Answers are plain values: a failure is its text and exit code, as for a process.
 """
 
 import importlib
@@ -61,7 +61,7 @@ class ToldUnits:
             event.set()
 
     def tell(self, unit: int) -> bool:
-        """Hand on a unit, and wait until it is committed; False if it never will be."""
+        """Pass on a unit and wait until it is committed; return False if it never will be."""
         event = self._waiting[unit] = threading.Event()
         self._told.put(unit)
         while not event.wait(_POLL_SECONDS):
@@ -77,7 +77,7 @@ class ToldUnits:
 
 
 class RayHost:
-    """The actor. `run` lasts as long as the slice; the other calls run beside it."""
+    """The actor. `run` lasts as long as the slice; the other calls run concurrently."""
 
     def __init__(self) -> None:
         self._units, self._counters = ToldUnits(), Counters()
@@ -85,7 +85,7 @@ class RayHost:
         self._cost: dict[str, Any] | None = None
 
     def hello(self) -> dict[str, Any]:
-        """An address where other hosts can reach this one, and its number in a TPU pod."""
+        """Return an address where other hosts can reach this one, and its number in a TPU pod."""
         ray: Any = importlib.import_module("ray")
         with socket.socket() as found:
             found.bind(("", 0))
@@ -142,7 +142,7 @@ class RayHost:
         return {name: self._counters[name] for name in _COUNTED}
 
     def finish(self) -> None:
-        """Note that no more units will come."""
+        """Announce that no more units will come."""
         self._units.finish()
 
     def stop(self) -> None:

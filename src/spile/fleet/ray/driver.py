@@ -1,8 +1,8 @@
-"""`--engine ray`: slices on a Ray cluster, which come and go; no activation passes through Ray.
+"""`--engine ray`: extract on slices of a Ray cluster. No activation passes through Ray.
 
-The driver gives units to slices one by one, a few ahead for each slice, and takes them back from a
-lost slice. Nodes that join get a slice; a slice that ends is replaced if there is room. Ray may do
-a unit twice (a node that was only cut off also finishes it): only one commit of a unit succeeds.
+The driver gives each slice a few units at a time, and gives the units of a lost slice to others.
+Nodes that join get a slice; a slice that ends is replaced if there is room. A unit may be done
+twice, if a node that was only cut off also finishes it, but only one commit of a unit succeeds.
 """
 
 import itertools
@@ -30,15 +30,15 @@ from spile.run.extract import Outcome, outcome_of, stop_on_signal
 from spile.run.world.rank import ABORTED
 
 _log = logging.getLogger("spile.fleet")
-_AHEAD = 3  # units that a slice has in hand: one is written, one computes, one is read
+_AHEAD = 3  # units that a slice has at a time: one is written, one computed, one read
 _CALLS = 8 + _AHEAD  # concurrent calls of an actor
-_LOOK_SECONDS = 1.0  # between looks for nodes that have joined
+_LOOK_SECONDS = 1.0  # between checks for nodes that have joined
 _POLL_SECONDS = 0.2
 _DRAIN_SECONDS = 120.0
-_MOST_LOSSES = 10  # of slices that were doing the same unit
-_MOST_ERRORS = 3  # reported with the same unit in hand: other slices would fail, too
-_MOST_FAILURES = 10  # per slice, in a row, without any unit done
-_REST_SECONDS, _REST_MOST = 1.0, 60.0  # for a placement where a slice has just failed
+_MOST_LOSSES = 10  # slices lost while doing the same unit
+_MOST_ERRORS = 3  # errors reported for the same unit: other slices would fail as well
+_MOST_FAILURES = 10  # per slice, in a row, without any finished unit
+_REST_SECONDS, _REST_MOST = 1.0, 60.0  # pause of a placement where a slice has just failed
 _UNLIMITED = 1 << 16
 _SLOW_SECONDS = 30.0  # without a slice, before a warning
 _PASSED_ON = ("JAX_", "XLA_", "LIBTPU_")  # credentials are not passed on: each host has its own
@@ -53,7 +53,7 @@ class _Slice:
     hosts: list[Any]  # actor handles; the first leads
     nodes: list[str] = field(default_factory=list[str])  # their names, once they have said hello
     ready: bool = False
-    units: list[int] = field(default_factory=list[int])  # given, in order
+    units: list[int] = field(default_factory=list[int])  # assigned units, in order
     counted: dict[str, float] = field(default_factory=dict[str, float])
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ def extract(
     on_start: Callable[[object, Estimate], None] | None = None,
     stop: threading.Event | None = None,
 ) -> Outcome:
-    """Make or continue the dataset on a Ray cluster; otherwise as `run.extract.extract`."""
+    """Make or continue the dataset on a Ray cluster; like `run.extract.extract` otherwise."""
     given = [
         n
         for n in ("share", "coordinator", "num_processes", "process_id", "bind_address")
@@ -88,7 +88,7 @@ def extract(
     ]
     if given:
         flag = "--" + given[0].replace("_", "-")
-        raise ConfigError(f"{flag} does not go with --engine ray, which assigns the work itself")
+        raise ConfigError(f"{flag} conflicts with --engine ray, which assigns the work itself")
     ray = connect(options.ray_address)
     try:
         with stop_on_signal(stop or threading.Event()) as stop:
@@ -123,7 +123,7 @@ class _Pool:
         self._cost: Estimate | None = None
         self._left: deque[int] = deque()  # units that no slice has
         self._done: set[int] = set()
-        # Unit -> slices lost with it in hand (-1: no unit), and how many of them reported an error.
+        # Unit (-1: none) -> slices lost while doing it, and how many of them reported an error.
         self._losses: dict[int, tuple[int, int]] = {}
         self._failures = 0
         self._resting: dict[str, float] = {}  # placement -> until when
@@ -167,7 +167,7 @@ class _Pool:
         self._looked = now
         most = self._most or _UNLIMITED
         if self._table is None:
-            most = 1  # the first makes the unit table; the others would each read the corpus for it
+            most = 1  # the first makes the unit table; others would read the corpus once more each
         elif not self._left:
             most = 0
         resting = {placement for placement, until in self._resting.items() if until > now}
@@ -196,12 +196,12 @@ class _Pool:
         self._calls[reference] = _Call(slice, what, host, unit)
 
     def _start(self, slice: _Slice, hellos: list[Mapping[str, Any]]) -> None:
-        """Tell all hosts, once they are there, their ranks."""
+        """Tell all hosts of a slice their ranks, once all have answered."""
         for said in hellos:
             if said["spile"] != spile.__version__:
                 raise ConfigError(
-                    f"{said['node']} has spile {said['spile']}, the driver {spile.__version__}: "
-                    "install the same on every node"
+                    f"{said['node']} has spile {said['spile']}, the driver {spile.__version__}; "
+                    "install the same version on every node"
                 )
         # Each host of a TPU pod has its own number, which may differ from its place in the group.
         workers = [said["worker"] for said in hellos]
@@ -241,7 +241,7 @@ class _Pool:
                 self._left.appendleft(unit)
 
     def _lose(self, slice: _Slice, why: str, code: int | None = None) -> None:
-        """Give up a slice that failed (with a code) or vanished; its units are done elsewhere."""
+        """Give up a slice that failed (with a code) or vanished; reassign its units."""
         at_work = slice.units[0] if slice.units else -1
         named = f"{slice}: {why}"
         self._drop(slice)
@@ -250,7 +250,7 @@ class _Pool:
         rest = min(_REST_MOST, _REST_SECONDS * 2.0 ** min(self._failures - 1, 60))
         if self._failures > 1:
             self._resting[slice.placement.name] = time.monotonic() + rest
-        _log.warning("%s is lost: %s; its units go elsewhere", slice, why)
+        _log.warning("%s is lost: %s; its units are reassigned", slice, why)
         lost, errors = self._losses.get(at_work, (0, 0))
         lost, errors = self._losses[at_work] = (lost + 1, errors + (code is not None))
         if code is not None and errors >= _MOST_ERRORS:
@@ -258,7 +258,7 @@ class _Pool:
         if at_work >= 0 and lost >= _MOST_LOSSES:
             raise StoreError(f"unit {at_work} was lost with {lost} slices in a row; {named}")
         if self._failures >= _MOST_FAILURES * max(1, len(self._slices)):
-            raise StoreError(f"{self._failures} slices failed, and not one unit was done; {named}")
+            raise StoreError(f"{self._failures} slices failed without finishing a unit; {named}")
 
     # -- units -------------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class _Pool:
             self._ask(slice, "do", unit, unit=unit)
 
     def _hear(self, seconds: float) -> None:
-        """Wait for an answer, and handle all that have come."""
+        """Wait for an answer, and handle all that have arrived."""
         if not self._calls:
             self._stop.wait(seconds)
             return
@@ -327,8 +327,8 @@ class _Pool:
             self._table = table = self._ledger.read_table()
             if table is None:
                 raise StoreError(
-                    f"{self._out}: {slice} writes there, and nothing of it is seen here; with "
-                    "--engine ray every node must share --out: a bucket, or a common file system"
+                    f"{self._out}: {slice} writes there, but the driver does not see its files; "
+                    "every node must share --out: use a bucket, or a common file system"
                 )
             self._done = self._ledger.done_units()
             self._left.extend(u for u in range(len(table.units)) if u not in self._done)
@@ -346,7 +346,7 @@ class _Pool:
         self._losses.pop(-1, None)
 
     def _take_stock(self) -> None:
-        """Find units that were committed by slices that did not live to report them."""
+        """Find units that were committed by slices that ended before they reported them."""
         if self._table is not None:
             self._done |= self._ledger.done_units()
             self._left = deque(unit for unit in self._left if unit not in self._done)
@@ -357,7 +357,7 @@ class _Pool:
         slice.counted = {**counted}
 
     def _ended(self, slice: _Slice, host: int, answer: Mapping[str, Any]) -> None:
-        """Handle the end of a host's run: it failed, or there was nothing left to do."""
+        """Handle the end of a host's run: it failed, or no units were left."""
         if not answer:
             if host == 0:
                 self._drop(slice)
@@ -392,7 +392,7 @@ class _Pool:
             try:
                 _, runs = self._ray.wait(runs, num_returns=len(runs), timeout=_POLL_SECONDS)
             except Exception as error:
-                _log.warning("the runs are not waited for: %s", _first_line(error))
+                _log.warning("not waiting for the slices' runs: %s", _first_line(error))
                 return
 
 

@@ -22,7 +22,7 @@ _CONNECT_SECONDS = 5
 class Placement:
     """Room for one slice."""
 
-    name: str  # of its node; a placement where a slice has failed rests for a while
+    name: str  # its node; a node where a slice has failed pauses for a while
     needs: Mapping[str, float]  # resources of each host
     hosts: int = 1
     group: Any = None
@@ -44,8 +44,8 @@ def connect(address: str) -> Any:
             socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
         except OSError as error:
             raise ConfigError(
-                f"--ray-address {address}: not reached ({error.strerror or error}); it is what "
-                "`ray start --head` prints"
+                f"--ray-address {address}: not reachable ({error.strerror or error}); give the "
+                "address that `ray start --head` prints"
             ) from None
     try:
         ray: Any = importlib.import_module("ray")
@@ -58,14 +58,14 @@ def connect(address: str) -> Any:
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"--ray-address {address}: no Ray cluster there ({first}); start one by `ray start "
-            "--head`, and `ray start --address=HOST:PORT` on the other nodes"
+            f"--ray-address {address}: no Ray cluster there ({first}); run `ray start --head` on "
+            "one node, and `ray start --address=HOST:PORT` on the others"
         ) from error
     return ray
 
 
 def lost(ray: Any, error: Exception) -> bool:
-    """Whether an actor is gone, as opposed to having raised an error."""
+    """Return whether an actor is gone, as opposed to having raised an error."""
     errors = ray.exceptions
     return isinstance(error, errors.RayError) and not isinstance(error, errors.RayTaskError)
 
@@ -94,7 +94,7 @@ class Placements:
         return found
 
     def options(self, placement: Placement) -> list[dict[str, Any]]:
-        """Ray's options for the actor of each host."""
+        """Return Ray's options for the actor of each host."""
         strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
         needs = {**placement.needs}
         sizes = {"num_cpus": needs.pop("CPU", 0), "num_gpus": needs.pop("GPU", 0)}
@@ -121,18 +121,18 @@ class Placements:
         self._reserver.shutdown(wait=False, cancel_futures=True)
 
     def described(self) -> str:
-        """What a slice needs and what the nodes have, to explain why nothing starts."""
+        """Describe what a slice needs and what the nodes have, to explain why nothing starts."""
         options = self._options
         wanted = options.ray_topology or options.ray_resources or "all of a node"
         hosts = f" on each of {options.ray_hosts} nodes" if options.ray_hosts > 1 else ""
         nodes = ", ".join(_counted(node["Resources"]) for node in self._alive())
-        return f"a slice takes {wanted}{hosts}; the nodes have {nodes}"
+        return f"a slice needs {wanted}{hosts}; the nodes have {nodes}"
 
     def _alive(self) -> list[Mapping[str, Any]]:
         return [node for node in self._ray.nodes() if node["Alive"]]
 
     def _room(self) -> list[tuple[str, dict[str, float], int]]:
-        """Nodes that can hold a host of a slice, its needs, and how many fit on each."""
+        """Return the nodes that can hold a host of a slice, its needs, and how many fit on each."""
         room: list[tuple[str, dict[str, float], int]] = []
         for node in self._alive():
             total = node["Resources"]
@@ -151,7 +151,7 @@ class Placements:
         return found[:count]
 
     def _groups(self, count: int, resting: Collection[str]) -> list[Placement]:
-        """Groups of hosts on different nodes."""
+        """Return groups of hosts on different nodes."""
         hosts, room = self._options.ray_hosts, self._room()
         free = sum(times for _, _, times in room) // hosts if len(room) >= hosts else 0
         if _GROUP in resting or free <= len(self._taken):
@@ -168,7 +168,7 @@ class Placements:
         ]
 
     def _tpu_slices(self, resting: Collection[str]) -> list[Placement]:
-        """A slice that Ray has reserved in the meantime; if there are more, reserve the next."""
+        """Return a slice that Ray has reserved meanwhile, and reserve the next one."""
         found: list[Placement] = []
         if self._reserving and self._reserving.done():
             done, self._reserving = self._reserving, None
@@ -201,7 +201,7 @@ class Placements:
 
 
 def _whole(total: Mapping[str, float]) -> dict[str, float]:
-    """All accelerators of a node, or its CPUs."""
+    """Return all accelerators of a node, or its CPUs."""
     for kind in ("TPU", "GPU"):
         if total.get(kind):
             return {kind: total[kind], **({"CPU": 1.0} if total.get("CPU", 0) >= 1 else {})}
