@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spile.core.errors import ConfigError
 from spile.core.expressions import DocumentFilter, RowFilter, split_condition
-from spile.core.index import BOS, EOS, FIRST, FLAGS, INDEX_DTYPE, SPECIAL
+from spile.core.index import BOS, EOS, FIRST, FLAGS, INDEX_DTYPE, SPECIAL, SPECIALS
 from support.marks import examples
 
 COLUMNS = {"token_id": 2**31, "doc": 2**40, "offset": 2**31, "pos": 2**31}
@@ -112,15 +112,9 @@ def test_special_means_every_special_token() -> None:
     ]  # fmt: skip
 
 
-def test_an_earlier_recipe_keeps_its_meaning_of_special_and_is_another() -> None:
-    index = np.zeros(4, INDEX_DTYPE)
-    index["flags"] = [0, BOS, EOS, SPECIAL]
-    earlier, now = RowFilter("not special", None, SPECIAL), RowFilter("not special", None)
-    assert earlier.mask(index).tolist() == [True, True, True, False]
-    assert earlier != now and earlier.identity != now.identity
-    unrelated = RowFilter("not bos", None, SPECIAL), RowFilter("not bos", None)
-    assert unrelated[0] == unrelated[1]
-    assert unrelated[0].identity == {"where": "not bos"}
+def test_the_identity_names_the_flags_of_special_where_it_is_used() -> None:
+    assert RowFilter("not special", None).identity == {"where": "not special", "special": SPECIALS}
+    assert RowFilter("not bos", None).identity == {"where": "not bos"}
 
 
 @given(where=BOOLEANS, index=INDEXES)

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from spile.core.errors import ConfigError
-from spile.core.index import BOS, EOS, SPECIAL
-from spile.core.recipe import ResolvedRecipe
+from spile.core.recipe import RULES, ResolvedRecipe
 
 RESOLVED = ResolvedRecipe(
     model_source="models/a",
@@ -114,24 +113,19 @@ def test_a_recipe_says_whether_every_token_is_kept(
 
 
 def test_a_resolved_recipe_survives_json() -> None:
-    for recipe in (RESOLVED, ResolvedRecipe(**OTHER)):
+    for recipe in (RESOLVED, ResolvedRecipe(**{**OTHER, "rules": RULES})):
         back = ResolvedRecipe.from_json(json.loads(json.dumps(recipe.to_json())))
         assert back == recipe
         assert back.fingerprint() == recipe.fingerprint()
 
 
-def test_a_recipe_stored_before_rules_keeps_fingerprint_and_rules() -> None:
-    earlier = dataclasses.replace(RESOLVED, rules=1)
-    stored = earlier.to_json()
-    assert "rules" not in stored
-    back = ResolvedRecipe.from_json(stored)
-    assert back == earlier
-    # As computed before the field was there.
-    fingerprint = "8abf2c34fa81ba7117342b04b26ebc92cc59041af10e82374c94838594124ef2"
-    assert back.fingerprint() == fingerprint != RESOLVED.fingerprint()
-    assert (back.special_flags, RESOLVED.special_flags) == (SPECIAL, BOS | EOS | SPECIAL)
-    assert back.cuts_every_mark and not RESOLVED.cuts_every_mark
-    assert RESOLVED.marks_named_specials and not back.marks_named_specials
+@pytest.mark.parametrize("rules", [None, 1, 3, "2"])
+def test_a_stored_recipe_of_other_rules_is_refused(rules: object) -> None:
+    stored = RESOLVED.to_json()
+    assert stored.pop("rules") == 2
+    stored |= {} if rules is None else {"rules": rules}
+    with pytest.raises(ConfigError, match="rules"):
+        ResolvedRecipe.from_json(stored)
 
 
 def test_a_recipe_without_splices_is_stored_as_before_there_were_any() -> None:

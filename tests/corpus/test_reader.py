@@ -194,16 +194,6 @@ def test_only_the_first_mark_of_a_text_file_is_no_text(documents: str, tmp_path:
     assert texts == wanted
 
 
-def test_a_dataset_of_earlier_rules_is_read_on_by_them(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("\ufeffone\n\ufefftwo\n", encoding="utf-8")
-    write_parquet(tmp_path / "b.parquet", {"text": pa.array(["\ufeffthree", "\ufeff\ufefffour"])})
-    files = find_files(str(tmp_path / "*.*"))
-    (unit,) = units_of(files)
-    with closing(CorpusReader(files, ReadOptions(cut_every_mark=True))) as reader:
-        found = reader.read(unit.spans, 0).texts
-    assert found == ["one", "two", "three", "\ufefffour"]
-
-
 @pytest.mark.parametrize("ending", COMPRESS)
 def test_text_lines_are_documents(ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.txt{ending}"

@@ -161,6 +161,7 @@ class _Evaluator(ABC):
 
 # -- rows: --where and --every ---------------------------------------------------------------------
 
+_SWITCHES = {**FLAGS, "special": SPECIALS}  # flags by name, with the bits of each
 _LIMIT = 1 << 62  # every integer n, given or computed, satisfies -_LIMIT < n < _LIMIT
 
 # Upper bounds (exclusive) of the columns; the lower bound is 0.
@@ -197,13 +198,10 @@ class RowFilter:
         where: the canonical text of the expression; None keeps every token.
         every: keep the first and then every N-th of the rows that `where` selects in each context;
             None keeps them all, and 1 becomes None.
-        special: the flags of the index that the name `special` stands for.
     """
 
     where: str | None
     every: int | None
-    special: int = SPECIALS
-    uses_special: bool = field(init=False, repr=False, compare=False, default=False)
     _tree: ast.expr | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
@@ -211,9 +209,6 @@ class RowFilter:
             tree = _parse_rows(self.where)
             object.__setattr__(self, "_tree", tree)
             object.__setattr__(self, "where", ast.unparse(tree))
-            object.__setattr__(self, "uses_special", _names_special(tree))
-        if not self.uses_special:
-            object.__setattr__(self, "special", SPECIALS)
         if self.every is not None:
             if type(self.every) is not int or not 1 <= self.every < _LIMIT:
                 raise ConfigError(f"--every must be a whole number, 1 or more; got {self.every!r}")
@@ -230,8 +225,9 @@ class RowFilter:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The text of `where` and the meaning of `special`, as JSON: they decide the kept rows."""
-        return {"where": self.where, **({"special": self.special} if self.uses_special else {})}
+        """The text of `where` and the flags that `special` stands for, as JSON."""
+        named = {"special": SPECIALS} if "special" in self.flags else {}
+        return {"where": self.where, **named}
 
     @property
     def keeps_all(self) -> bool:
@@ -241,14 +237,13 @@ class RowFilter:
     @property
     def flags(self) -> dict[str, int]:
         """The flags that `where` names, with their bits in the index."""
-        bits = {**FLAGS, "special": self.special}
         nodes = ast.walk(self._tree) if self._tree else ()
         names = [node.id for node in nodes if isinstance(node, ast.Name)]
-        return {name: bits[name] for name in names if name in bits}
+        return {name: _SWITCHES[name] for name in names if name in _SWITCHES}
 
     def mask(self, index: np.ndarray) -> np.ndarray:
         """Return a mask of the kept entries; `index` must hold whole contexts, in order."""
-        evaluator = _RowEvaluator(index, self.special)
+        evaluator = _RowEvaluator(index)
         kept = True if self._tree is None else evaluator.evaluate(self._tree)
         mask = np.array(np.broadcast_to(kept, len(index)))
         if self.every is not None:
@@ -280,10 +275,6 @@ def _parse_rows(text: str) -> ast.expr:
             "usual spaces"
         )
     return tree
-
-
-def _names_special(tree: ast.expr) -> bool:
-    return any(isinstance(node, ast.Name) and node.id == "special" for node in ast.walk(tree))
 
 
 class _RowParser(_Parser):
@@ -428,13 +419,12 @@ def _bounds(op: ast.operator, left: _Range, right: _Range) -> _Range:
 class _RowEvaluator(_Evaluator):
     """Evaluates to an array with one value for each entry of the index, or to a single value."""
 
-    def __init__(self, index: np.ndarray, special: int) -> None:
+    def __init__(self, index: np.ndarray) -> None:
         self._index = index
-        self._flags = {**FLAGS, "special": special}
 
     def switch(self, node: ast.expr) -> Any:
         assert isinstance(node, ast.Name), ast.dump(node)
-        return self._index["flags"] & self._flags[node.id] != 0
+        return self._index["flags"] & _SWITCHES[node.id] != 0
 
     def value(self, node: ast.expr) -> Any:
         match node:

@@ -9,14 +9,10 @@ from typing import Any, cast
 
 from spile.core.config import MAX_DOC_BYTES, PREVIEW, canonical_json
 from spile.core.errors import ConfigError
-from spile.core.index import SPECIAL, SPECIALS
 from spile.core.options import LIMIT, shown
 
-# The version of the rules that turn a recipe into rows, for changes within version 6 of the format.
-# A dataset keeps the rules it was begun with; otherwise its later units would hold different rows.
-# 1 (not stored): U+FEFF is cut from the start of every text of Parquet, Arrow and text files; the
-#   index marks added special tokens alone, and `special` in --where leaves out BOS and EOS.
-# 2: only a file's own byte-order mark is cut; all special tokens are marked, and are `special`.
+# The version of the rules that turn a recipe into rows. Recipes that store another are refused:
+# continuing such a dataset would add units whose rows follow different rules.
 RULES = 2
 
 
@@ -85,21 +81,6 @@ class ResolvedRecipe:
     rules: int = RULES
 
     @property
-    def cuts_every_mark(self) -> bool:
-        """Whether U+FEFF is cut from the start of every text, not only from that of a file."""
-        return self.rules < 2
-
-    @property
-    def marks_named_specials(self) -> bool:
-        """Whether the index marks every special token, and not only the added ones."""
-        return self.rules >= 2
-
-    @property
-    def special_flags(self) -> int:
-        """The flags that `special` in --where stands for."""
-        return SPECIALS if self.rules >= 2 else SPECIAL
-
-    @property
     def stored_taps(self) -> tuple[str, ...]:
         """The stored names, in the order of the taps: the tap, or its latents and their ids."""
         return tuple(
@@ -129,8 +110,6 @@ class ResolvedRecipe:
 
     def to_json(self) -> dict[str, Any]:
         everything = json.loads(json.dumps(dataclasses.asdict(self)))
-        if self.rules == 1:
-            del everything["rules"]
         if not self.splice:  # as before there were any: fingerprints stay the same
             del everything["splice"], everything["splice_source"]
         return everything
@@ -138,10 +117,16 @@ class ResolvedRecipe:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "ResolvedRecipe":
         known = {f.name for f in fields(cls)}
-        parts: dict[str, Any] = {"rules": 1, "splice": (), "splice_source": None, **value}
+        parts: dict[str, Any] = {"splice": (), "splice_source": None, **value}
         if set(parts) != known:
             odd = sorted(set(parts) ^ known)
             raise ConfigError(f"stored recipe has missing or unknown fields: {', '.join(odd)}")
+        if parts["rules"] != RULES:
+            found = shown(parts["rules"])
+            raise ConfigError(
+                f"stored recipe has rules {found}, and this version of spile knows rules {RULES}: "
+                "use the version that began the dataset"
+            )
         for name in ("taps", "corpus", "keep", "splice"):
             parts[name] = tuple(parts[name])
         recipe = cls(**parts)

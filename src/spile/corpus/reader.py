@@ -54,8 +54,6 @@ class ReadOptions:
         text_documents: the document of a text file: `line` or `file`.
         keep: columns to keep of each document.
         preview: how many characters of each text to keep.
-        cut_every_mark: whether U+FEFF before any text is a byte-order mark, and not only at the
-            start of a file.
     """
 
     text_column: str | None = None
@@ -65,7 +63,6 @@ class ReadOptions:
     max_doc_bytes: int = MAX_DOC_BYTES
     keep: tuple[str, ...] = ()
     preview: int = 0
-    cut_every_mark: bool = False
 
 
 class CorpusReader:
@@ -364,7 +361,7 @@ class CorpusReader:
             )
         elif not columns and not options.keep:
             yield from map(
-                partial(CorpusDocument.of_bytes, cut_mark=options.cut_every_mark),
+                CorpusDocument.of_bytes,
                 parquet.read_texts(
                     source.path, options.text_column, span.first, span.count, options.max_doc_bytes
                 ),
@@ -468,7 +465,7 @@ class CorpusReader:
         if self.options.filter and not self.options.filter.matches(row, untyped=untyped):
             return CorpusDocument(skipped=FILTERED)
         if self._reading is None:
-            return CorpusDocument.of_bytes(row[parquet.TEXT], cut_mark=self.options.cut_every_mark)
+            return CorpusDocument.of_bytes(row[parquet.TEXT])
         return CorpusDocument(row=(where, row))
 
     def _is_whole(self, source: CorpusFile) -> bool:
@@ -483,8 +480,7 @@ class CorpusReader:
                 yield CorpusDocument(skipped=TOO_LARGE)
             elif source.kind == "text":
                 text = row if self._is_whole(source) else row.removesuffix(b"\r")
-                mark = number == 1 or self.options.cut_every_mark
-                yield CorpusDocument.of_bytes(text, cut_mark=mark)
+                yield CorpusDocument.of_bytes(text, cut_mark=number == 1)
             else:
                 yield self._of_json(source, row, number)
 

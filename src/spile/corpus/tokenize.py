@@ -35,13 +35,9 @@ def use_threads(asked: int | None) -> None:
 class TextTokenizer:
     """A model's tokenizer with one policy for special tokens."""
 
-    def __init__(
-        self, directory: AnyPath, special_tokens: str, *, marks_named_specials: bool = True
-    ) -> None:
+    def __init__(self, directory: AnyPath, special_tokens: str) -> None:
         """Args:
         special_tokens: `tokenizer`, `bos` or `none`: the special tokens to add to each text.
-        marks_named_specials: whether `flags` also marks the special tokens that the tokenizer names
-            or inserts, and not only those that it lists as added and special.
         """
         path = self._path = directory / "tokenizer.json"
         try:
@@ -69,9 +65,7 @@ class TextTokenizer:
                 raise InputError(f"{path}: {fault} token {token}, which no model knows")
         self._flags = np.zeros(self._size + 1, np.uint16)
         special = {token for token, content in added.items() if content.special}
-        if marks_named_specials:
-            special |= self._named(settings) | inserted
-        self._flags[sorted(special)] = SPECIAL
+        self._flags[sorted(special | self._named(settings) | inserted)] = SPECIAL
         for token, flag in ((self.bos, BOS), (self.eos, EOS)):
             if token is not None and token < len(self._flags):
                 self._flags[token] = (self._flags[token] & ~np.uint16(SPECIAL)) | flag

@@ -100,7 +100,6 @@ def open_reader(
         max_doc_bytes=recipe.max_doc_bytes,
         keep=recipe.keep,
         preview=recipe.preview,
-        cut_every_mark=recipe.cuts_every_mark,
     )
     return CorpusReader(files, options, reading=reading, processes=processes)
 
@@ -180,7 +179,7 @@ def prepare_documents(
             seq_len=recipe.seq_len,
             long_docs=recipe.long_docs,
             pack=recipe.pack,
-            rows=RowFilter(recipe.where, recipe.every, recipe.special_flags),
+            rows=RowFilter(recipe.where, recipe.every),
             roles=[flags[number] for number in chosen] if flags else (),
         )
     left_out = {

@@ -20,7 +20,7 @@ from spile.core.errors import ConfigError, DriftError, InputError
 from spile.core.expressions import DocumentFilter, RowFilter
 from spile.core.humanize import plural
 from spile.core.identity import contents_digest, sampled_digests
-from spile.core.recipe import OF_EACH_ROW, RULES, ResolvedRecipe
+from spile.core.recipe import OF_EACH_ROW, ResolvedRecipe
 from spile.corpus.chats.rows import RowReader, read_as
 from spile.corpus.files import CorpusFile, find_files, lasting
 from spile.corpus.formats.token_ids import TokenIds, read_ids, settle_ids
@@ -116,17 +116,12 @@ def resolve(
     resolved = _settled(recipe, checkpoint, taps, encoders, corpus, platform, template)
     resolved = dataclasses.replace(
         resolved,
-        rules=_rules(ledger.objects.url, known),
         splice=tuple(splice.identity for splice in splices),
         splice_source=each_splice_source(recipe.splice, lambda _, path: lasting(path))
         if recipe.splice and splices
         else None,
     )
-    tokenizer = TextTokenizer(
-        checkpoint.directory,
-        resolved.special_tokens,
-        marks_named_specials=resolved.marks_named_specials,
-    )
+    tokenizer = TextTokenizer(checkpoint.directory, resolved.special_tokens)
     if tokenizer.max_id >= checkpoint.arch.vocab_size:
         raise InputError(
             f"{checkpoint.directory}: the tokenizer makes ids up to {tokenizer.max_id}, but the "
@@ -267,18 +262,6 @@ def _other_tokenizer(kept: Mapping[str, bytes], directory: AnyPath) -> str | Non
         return f"it has {len(others)} tokens, the dataset's has {len(vocab)}"
     parts = [part for part in {**old, **new} if old.get(part) != new.get(part)]
     return f"{', '.join(parts)} of {name} differ" if parts else None
-
-
-def _rules(where: str, stored: Table | None) -> int:
-    """The version of the rules that make rows: the dataset's, or for a new one the current one."""
-    if stored is None:
-        return RULES
-    if stored.recipe.rules > RULES:
-        raise ConfigError(
-            f"{where} was begun by a later version of spile (rules {stored.recipe.rules}, this one "
-            f"knows {RULES}): continue it with that version"
-        )
-    return stored.recipe.rules
 
 
 def pinned_recipe(recipe: Recipe) -> Recipe:
@@ -470,7 +453,7 @@ def _shares(
     if resolved.reads_all and resolved.keeps_all:
         return 1.0, 1.0
     whole = dataclasses.replace(resolved, where=None, every=None)
-    chosen = RowFilter(resolved.where, resolved.every, resolved.special_flags)
+    chosen = RowFilter(resolved.where, resolved.every)
     every = read = rows = 0
     indexes: list[np.ndarray] = []
     for file in sampled_files(reader, first):
@@ -490,7 +473,7 @@ def _shares(
 
 def _warn_of_no_choice(resolved: ResolvedRecipe, index: np.ndarray) -> None:
     """Warn if `--where` keeps all rows of a sample, or none, which few people want."""
-    rows = RowFilter(resolved.where, None, resolved.special_flags)
+    rows = RowFilter(resolved.where, None)
     kept = int(rows.mask(index).sum())
     if 0 < kept < len(index):
         return
@@ -512,7 +495,7 @@ def _warn_of_no_choice(resolved: ResolvedRecipe, index: np.ndarray) -> None:
 def _refuse_drift(
     ledger: Ledger, stored: Table, now: ResolvedRecipe, files: list[CorpusFile]
 ) -> None:
-    unsaid: dict[str, Any] = {"rules": 1, "splice": []}
+    unsaid: dict[str, Any] = {"splice": []}
     old, new = unsaid | stored.whole_recipe.identity(), unsaid | now.identity()
     differences: dict[str, tuple[object, object]] = {}
     for name in old:
