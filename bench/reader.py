@@ -95,7 +95,7 @@ def made(
     for unit in range(len(units)):
         place = np.arange(UNIT_ROWS)
         index = np.zeros(UNIT_ROWS, INDEX_DTYPE)
-        index["doc"] = table.units[unit]["first_doc"] + place // CONTEXT
+        index["doc"] = table.units[unit].first_doc + place // CONTEXT
         index["offset"] = index["pos"] = place % CONTEXT
         index["flags"] = np.where(place % CONTEXT == 0, FIRST, 0)
         writer = UnitWriter(objects, unit, index, infos, shard_bytes)

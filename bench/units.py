@@ -35,6 +35,7 @@ import numpy as np
 
 from spile.core.index import FIRST, INDEX_DTYPE, LAST
 from spile.core.recipe import ResolvedRecipe
+from spile.core.units import Span, Unit
 from spile.dataset.codec.documents import encode_documents
 from spile.dataset.codec.shard import statistics_tensors
 from spile.dataset.codec.statistics import TapStats
@@ -48,7 +49,6 @@ from spile.dataset.records.unit_table import UnitColumns
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import LocalObjects, LocalStream
 from spile.plan.estimate import Budget
-from spile.plan.job import JobUnits
 from spile.run.pipeline.units import StorePicker
 
 ROWS, WIDTH, TAP = 256, 8, "resid_post.0"  # one block of rows for each unit
@@ -68,14 +68,7 @@ def recipe() -> ResolvedRecipe:
 
 def table_of(units: int) -> Table:
     """A document, a span and a unit each."""
-    numbers = range(units)
-    entries = [
-        {
-            "id": n, "first_doc": n, "num_docs": 1, "tokens": ROWS, "skip": [],
-            "spans": [{"file": 0, "first": n, "count": 1, "start": n, "stop": n + 1}],
-        }
-        for n in numbers
-    ]  # fmt: skip
+    entries = [Unit(n, n, 1, ROWS, (Span(0, n, 1, n, n + 1),)) for n in range(units)]
     made = recipe()
     return Table(
         recipe=made,
@@ -117,7 +110,7 @@ def write_unit(ledger: Ledger, table: Table, unit: int) -> Done:
 
 def picker_of(ledger: Ledger, table: Table) -> StorePicker:
     """A worker's picker. (Of its job it needs the units alone.)"""
-    job: Any = SimpleNamespace(units=JobUnits(table.units), recipe=table.recipe, table=table)
+    job: Any = SimpleNamespace(units=table.units, recipe=table.recipe, table=table)
     presence = Presence(ledger.objects, 30, ledger.layout)
     return StorePicker(job, ledger, presence, Budget(table, ledger, None), threading.Event())
 

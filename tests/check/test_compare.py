@@ -135,7 +135,7 @@ def forged(out: Path) -> Iterator[Values]:
     A name such as `index/offset` is a column of the index.
     """
     stored = opened(out)
-    units = [stored.done(unit["id"]) for unit in stored.table.units]
+    units = [stored.done(unit.id) for unit in stored.table.units]
     assert len(units) >= UNITS and all(done.rows for done in units)
 
     def values(tap: str) -> list[np.ndarray]:

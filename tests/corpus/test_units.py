@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 from spile.core.errors import InputError, Interrupted
 from spile.core.threads import cancelled_by
+from spile.core.units import Unit
 from spile.corpus import units as units_module
 from spile.corpus.files import find_files
 from spile.corpus.formats import parquet
 from spile.corpus.reader import CorpusReader, ReadOptions
-from spile.corpus.units import CutOptions, Unit, make_units, tokens_per_byte
+from spile.corpus.units import CutOptions, make_units, tokens_per_byte
 from support.marks import examples
 from support.stops import StopAtLook
 
@@ -225,14 +226,6 @@ def test_a_whole_text_file_is_one_document_of_one_span(tmp_path: Path) -> None:
         assert_tiles(units, 4)
         found = read(tmp_path, units, documents="file")
         assert found == {0: "one\ntwo\n", 1: "three", 3: "four\r\n"}
-
-
-def test_units_survive_json(tmp_path: Path) -> None:
-    write(tmp_path, mixed(7))
-    units = cut(tmp_path, 200)
-    back = [Unit.from_json(json.loads(json.dumps(unit.to_json()))) for unit in units]
-    assert back == units
-    assert any(len(unit.spans) > 1 for unit in units)
 
 
 @pytest.mark.parametrize("kind", KINDS)

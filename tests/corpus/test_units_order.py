@@ -11,10 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from spile.core.errors import ConfigError, DataError, InputError
+from spile.core.units import Span, Unit
 from spile.corpus import units as order
-from spile.corpus.files import Span, find_files
+from spile.corpus.files import find_files
 from spile.corpus.reader import DUPLICATE, CorpusReader
-from spile.corpus.units import CutOptions, Unit, make_units, without_duplicates
+from spile.corpus.units import CutOptions, make_units, without_duplicates
 from support.texts import units_of
 
 KINDS = ("parquet", "jsonl", "jsonl.gz", "json", "txt", "arrow")

@@ -12,7 +12,6 @@ import pytest
 
 import spile
 from chaos.harness import check_refused, check_same, extracted, launch, run
-from spile.dataset.records import format as fmt
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.unit_table import UnitColumns
 from spile.objects import open_objects
@@ -84,7 +83,7 @@ def test_merged_units_know_documents_that_do_not_follow_one_another(
     for place in (dest, again):
         assert run("verify", place, "--json").json["faults"] == []
         (unit,) = Ledger(open_objects(str(place))).table().units
-        runs = fmt.doc_runs(unit)
+        runs = unit.doc_runs
         assert len(runs) > 3 and sum(count for _, count in runs) == FILES * DOCUMENTS
         copy = spile.open(str(place))
         for doc in (0, 1, 44, FILES * DOCUMENTS - 1):
@@ -106,8 +105,9 @@ def test_a_document_that_is_in_two_units_or_in_none_is_found(
     out = Path(shutil.copytree(shuffled, tmp_path / "out"))
     table = Ledger(open_objects(str(out))).table()
     for change in (1, -1):
-        units = [{**unit} for unit in table.units]
-        sorted(units, key=lambda unit: unit["first_doc"])[1]["first_doc"] += change
+        units = [*table.units]
+        moved = sorted(units, key=lambda unit: unit.first_doc)[1]
+        units[moved.id] = dataclasses.replace(moved, first_doc=moved.first_doc + change)
         forged = dataclasses.replace(table, units=UnitColumns.of(units))
         stored.replace_table(open_objects(str(out)), forged)
         faults = run("verify", out, "--json").json["faults"]

@@ -255,12 +255,12 @@ def test_check_of_a_faulty_dataset_names_the_tap_and_fails(checked: Path, tmp_pa
     out = Path(shutil.copytree(checked, tmp_path / "out"))
     stored = Stored(out, Ledger(LocalObjects(out)).table(), [], np.zeros(0), {}, [])
     for unit in stored.table.units:
-        (shard,) = [shard for shard in stored.done(unit["id"]).shards if shard.tap == "z.1"]
+        (shard,) = [shard for shard in stored.done(unit.id).shards if shard.tap == "z.1"]
         info = read_header(out / shard.key)["z.1"]
         rows = np.memmap(out / shard.key, info.dtype, "r+", info.start, info.shape)
         rows[:] = rows[:, [1, 0, 2, 3]]
         rows.flush()
-        reseal(stored, unit["id"])
+        reseal(stored, unit.id)
     check_sound(out)
     result = tiny.spile("check", str(out), "--json", check=False)
     assert result.returncode == 3

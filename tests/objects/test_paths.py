@@ -15,7 +15,8 @@ import zstandard
 
 from spile.core.errors import ConfigError, DataError, InputError, StoreError
 from spile.core.identity import full_digest, sampled_digest
-from spile.corpus.files import CorpusFile, Span, find_files
+from spile.core.units import Span
+from spile.corpus.files import CorpusFile, find_files
 from spile.corpus.reader import CorpusReader
 from spile.objects import open_objects
 from spile.objects.paths import (

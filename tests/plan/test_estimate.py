@@ -309,7 +309,7 @@ def test_a_step_holds_what_its_device_needs(
 ) -> None:
     shape = {"hidden_size": width, "head_dim": 8, "num_hidden_layers": 1}
     job = make_job(tiny.write_model(tmp_path / "model", **shape), corpus, tmp_path / "out")
-    units = UnitColumns.of([{**unit, "tokens": 10**6} for unit in job.table.units])
+    units = UnitColumns.of([dataclasses.replace(u, tokens=10**6) for u in job.table.units])
     job = dataclasses.replace(job, table=dataclasses.replace(job.table, units=units))
     assert batch_rows(job, Runtime(), platform) * 64 == tokens
     assert batch_rows(job, Runtime(batch_tokens=640), platform) * 64 == 640

@@ -9,7 +9,7 @@ import pytest
 
 import spile
 from spile.core.config import Recipe, Runtime
-from spile.corpus.units import Unit
+from spile.core.units import Unit
 from spile.dataset.codec.shard import read_tensors
 from spile.dataset.records.ledger import Ledger
 from spile.objects import open_objects

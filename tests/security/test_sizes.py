@@ -39,7 +39,7 @@ def forge(dataset: stored.Stored, key: str, kind: str, change: Any) -> None:
 
 def test_documents_that_are_not_there_are_a_fault_and_cost_nothing(dataset: stored.Stored) -> None:
     first, second, *others = dataset.table.units
-    units = UnitColumns.of([first, {**second, "num_docs": HUGE}, *others])
+    units = UnitColumns.of([first, dataclasses.replace(second, num_docs=HUGE), *others])
     stored.replace_table(dataset.objects, dataclasses.replace(dataset.table, units=units))
     faults = verify(LocalObjects(dataset.path)).faults
     assert any("does not name each document of its unit once" in fault for fault in faults)

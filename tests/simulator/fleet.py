@@ -26,8 +26,8 @@ from spile.core.config import Runtime
 from spile.core.errors import CorruptError, Interrupted, SpileError
 from spile.core.system import using
 from spile.core.threads import cancelled_by
+from spile.core.units import Unit
 from spile.corpus.pack import PackedUnit
-from spile.corpus.units import Unit
 from spile.dataset.maintain.compact import compact
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.verify import verify
@@ -361,10 +361,7 @@ class Simulation:
         assert scheduler.task
         self._stops[scheduler.task.process] = stop
         model = _Model(self)
-        units = [
-            Unit(u["id"], u["first_doc"], u["num_docs"], u["tokens"], ())
-            for u in self.truth.table.units
-        ]
+        units = [*self.truth.table.units]
         try:
             if ledger.read_table() is None:
                 check_creates_once(objects)

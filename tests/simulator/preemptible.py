@@ -27,6 +27,7 @@ from spile.core.config import Runtime
 from spile.core.index import FIRST, INDEX_DTYPE, LAST
 from spile.core.recipe import ResolvedRecipe
 from spile.core.system import system, using
+from spile.core.units import Span, Unit
 from spile.dataset.codec.documents import encode_documents
 from spile.dataset.records import format as fmt
 from spile.dataset.records import heartbeat
@@ -411,13 +412,7 @@ def table_of(units: int) -> Table:
         text_documents="line", max_docs=None, max_tokens=None, unit_tokens=ROWS,
         compute_dtype="float32", store_dtype="float32",
     )  # fmt: skip
-    entries = [
-        {
-            "id": n, "first_doc": n, "num_docs": 1, "tokens": ROWS, "skip": [],
-            "spans": [{"file": 0, "first": n, "count": 1, "start": n, "stop": n + 1}],
-        }
-        for n in range(units)
-    ]  # fmt: skip
+    entries = [Unit(n, n, 1, ROWS, (Span(0, n, 1, n, n + 1),)) for n in range(units)]
     return Table(
         recipe=recipe,
         fingerprint=recipe.fingerprint(),

@@ -28,6 +28,7 @@ from spile.core.identity import contents_digest
 from spile.core.index import END, FIRST, INDEX_DTYPE, LAST
 from spile.core.recipe import ResolvedRecipe
 from spile.core.tensors import DTYPES_BY_NAME
+from spile.core.units import Unit
 from spile.dataset.codec.documents import encode_documents
 from spile.dataset.codec.statistics import TapStats, merged
 from spile.dataset.records import format as fmt
@@ -187,13 +188,7 @@ def make_table(
         files=({"path": "/corpora/tiny.jsonl", "identity": "12-ab"},),
         units=UnitColumns.of(
             [
-                {
-                    "id": number,
-                    "first_doc": first_docs[number],
-                    "num_docs": len(lengths),
-                    "tokens": max(1, sum(lengths)),
-                    "spans": [],
-                }
+                Unit(number, first_docs[number], len(lengths), max(1, sum(lengths)), ())
                 for number, lengths in enumerate(units)
             ]
         ),
@@ -289,7 +284,7 @@ def describe_documents(table: Table, unit: int, read: np.ndarray) -> dict[str, n
     """The documents table of a unit, with made-up values of whatever columns are kept: texts, but
     in `mixed` of every other unit numbers."""
     entry = table.units[unit]
-    docs = range(entry["first_doc"], entry["first_doc"] + entry["num_docs"])
+    docs = range(entry.first_doc, entry.first_doc + entry.num_docs)
     tokens = [int(np.count_nonzero(read["doc"] == doc)) for doc in docs]
     return encode_documents(
         docs=docs,
@@ -333,7 +328,7 @@ def write_unit(
                 part = scaled.part(piece)
                 writer.write(tap, part.codes, part.scale if part.by_row else None)
     documents = len(np.unique(read["doc"]))
-    missing = table.units[unit]["num_docs"] - documents
+    missing = table.units[unit].num_docs - documents
     done = writer.finish(
         **{
             "table": describe_documents(table, unit, read),
@@ -374,7 +369,7 @@ def build(
     table = make_table(units, taps, dtype, **changes)
     seq_len = table.recipe.seq_len
     read = [
-        make_index(rng, entry["first_doc"], lengths, seq_len)
+        make_index(rng, entry.first_doc, lengths, seq_len)
         for entry, lengths in zip(table.units, units, strict=True)
     ]
     indices = [kept(table, part) for part in read]

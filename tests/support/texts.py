@@ -8,11 +8,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from spile.core.units import Unit
 from spile.corpus.chats.template import Rendered
 from spile.corpus.documents import Documents
 from spile.corpus.files import CorpusFile, find_files
 from spile.corpus.reader import CorpusReader, ReadOptions
-from spile.corpus.units import CutOptions, Unit, make_units
+from spile.corpus.units import CutOptions, make_units
 
 NOT_UTF8 = b"caf\xe9"
 

@@ -122,8 +122,8 @@ class Built:
                 values = self.rows(tap, info.width, index).astype(info.storage)
                 writer.stats[tap] = stored.describe(values)
                 writer.write(tap, values)
-            docs = range(entry["first_doc"], entry["first_doc"] + entry["num_docs"])
-            own = self.read[unit]["doc"] - entry["first_doc"]
+            docs = range(entry.first_doc, entry.first_doc + entry.num_docs)
+            own = self.read[unit]["doc"] - entry.first_doc
             counts = np.bincount(own, minlength=len(docs)).tolist()
             table = encode_documents(
                 docs=docs, tokens=counts, skipped=[None if n else "no tokens" for n in counts],
@@ -154,7 +154,7 @@ def build(
     table = stored.make_table(lengths, taps, **recipe)
     read = [
         np.concatenate([np.zeros(0, INDEX_DTYPE),
-                        *(_entries(entry["first_doc"] + n, ids, recipe["seq_len"])
+                        *(_entries(entry.first_doc + n, ids, recipe["seq_len"])
                           for n, ids in enumerate(unit))])
         for entry, unit in zip(table.units, units, strict=True)
     ]  # fmt: skip

@@ -6,11 +6,12 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from spile.core.errors import InputError
+from spile.core.units import Span
 from spile.corpus.formats import arrow, parquet
 from spile.corpus.formats.columns import ColumnKinds
 from spile.corpus.formats.datasets_library import build, is_built
@@ -80,7 +81,7 @@ class CorpusFile:
         *,
         also: Sequence[str] = (),
         known: ColumnKinds | None = None,
-    ) -> "Iterator[tuple[Span, int]]":
+    ) -> Iterator[tuple[Span, int]]:
         """Yield a span and its size in bytes for each row group of Parquet or batch of Arrow.
 
         In Parquet the size counts the text column only, or some others. The columns in `keep` and
@@ -120,33 +121,6 @@ class CorpusFile:
     def pieces(self, chunks: Iterator[bytes], whole: int) -> Iterator[JsonPiece]:
         """Yield the elements of a JSON array; those of more than `whole` bytes come in pieces."""
         return pieces(str(self.path), chunks, whole)
-
-
-@dataclass(frozen=True)
-class Span:
-    """Consecutive documents of one file.
-
-    In line files `start` and `stop` are offsets into the decompressed bytes, and `digest` is the
-    hash of these bytes, computed for the unit table and checked at every reading. In Arrow they are
-    the place of the record batch, and the hash of its header.
-
-    Attributes:
-        before: rows of its row group or record batch before the first.
-        doc: the ordinal of its first document, if that does not follow the previous span.
-    """
-
-    file: int
-    first: int
-    count: int
-    start: int = 0
-    stop: int = 0
-    digest: str = ""
-    before: int = 0
-    doc: int | None = None
-
-    def part(self, taken: int, count: int) -> "Span":
-        """Return the span of some rows of a row group or record batch."""
-        return replace(self, first=self.first + taken, count=count, before=self.before + taken)
 
 
 def find_files(corpus: str, cache: str | None = None) -> list[CorpusFile]:

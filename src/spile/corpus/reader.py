@@ -15,10 +15,11 @@ from spile.core.config import MAX_DOC_BYTES
 from spile.core.errors import DataError, InputError
 from spile.core.expressions import DocumentFilter
 from spile.core.options import listed
+from spile.core.units import Span
 from spile.corpus.chats.pool import RenderPool, made_at
 from spile.corpus.chats.rows import Chats, Pairs, RowReader, of_program, template_of
 from spile.corpus.documents import CorpusDocument, Documents
-from spile.corpus.files import CorpusFile, Span
+from spile.corpus.files import CorpusFile
 from spile.corpus.formats import arrow, parquet
 from spile.corpus.formats.columns import chats_in, is_chat, text_column, value_at
 from spile.corpus.formats.csv import (

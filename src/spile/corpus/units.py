@@ -16,17 +16,18 @@ none that was there changes.
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
 import xxhash
 
-from spile.core.errors import ConfigError, DataError, InputError
+from spile.core.errors import ConfigError, InputError
 from spile.core.threads import cancellation
-from spile.corpus.files import CorpusFile, Span
+from spile.core.units import Span, Unit
+from spile.corpus.files import CorpusFile
 from spile.corpus.formats.columns import ColumnKinds, json_kind, refuse_missing, value_at
 from spile.corpus.formats.csv import RecordEnds, read_header, refusing
 from spile.corpus.formats.text import refuse_wide
@@ -40,31 +41,6 @@ _HEAD = 1 << 16
 _SAMPLED_FILES = 4
 _TOKENS_PER_BYTE = 0.25  # if a sample teaches nothing
 _QUICKLY = 64 << 20  # bytes that decompress in about a second
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A fixed range of the corpus: the atom of work. May span several small files."""
-
-    id: int
-    first_doc: int  # the ordinal in the corpus of its first document
-    num_docs: int
-    tokens: int  # an estimate; tokenizing the unit gives the exact count
-    spans: tuple[Span, ...]
-    skip: tuple[int, ...] = ()  # documents whose text occurred before
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Unit":
-        try:
-            parts: dict[str, Any] = {**value}
-            parts["spans"] = tuple(Span(**span) for span in parts["spans"])
-            parts["skip"] = tuple(parts.get("skip", ()))
-            return cls(**parts)
-        except (TypeError, KeyError) as error:
-            raise DataError(f"the unit table holds an invalid unit ({error})") from error
 
 
 def tokens_per_byte(

@@ -24,13 +24,13 @@ from spile.core.config import Recipe
 from spile.core.errors import ConfigError, StoreError
 from spile.core.humanize import plural
 from spile.core.recipe import ResolvedRecipe
+from spile.core.units import Unit
 from spile.corpus.files import CorpusFile, lasting
 from spile.corpus.programs.program import is_program
-from spile.corpus.units import CutSoFar, Unit
+from spile.corpus.units import CutSoFar
 from spile.dataset.records.generations import Generation
 from spile.dataset.records.ledger import Table
 from spile.dataset.records.unit_table import UnitColumns
-from spile.plan.job import JobUnits
 
 _log = logging.getLogger("spile.plan")
 
@@ -101,7 +101,7 @@ class Growth:
             _log.info("%s: nothing new: %s has every file of the corpus", self.flag, self.url)
             return stored
         so_far = _so_far(stored, limited=limited)
-        before = JobUnits(stored.units)[:] if resolved.dedupe else ()
+        before = stored.units[:] if resolved.dedupe else ()
         units, _ = cut(files, so_far=so_far, before=before)
         if not units:
             told = " and ".join(
@@ -127,7 +127,7 @@ class Growth:
             plural(sum(unit.tokens for unit in units), "token"),
             plural(len(units), "unit"),
         )
-        columns = UnitColumns.of([unit.to_json() for unit in units], len(stored.units))
+        columns = UnitColumns.of(units, len(stored.units))
         return stored.grown(generation, columns)
 
     def _refuse_shorter(self, stored: Table, resolved: ResolvedRecipe) -> None:
@@ -180,8 +180,8 @@ def _so_far(stored: Table, *, limited: bool) -> CutSoFar:
     }
     if not limited:
         return CutSoFar(file=len(stored.files), **held)
-    last = stored.units[len(stored.units) - 1]["spans"][-1]
-    return CutSoFar(last["file"], last["first"] + last["count"], last["stop"], **held)
+    last = stored.units[-1].spans[-1]
+    return CutSoFar(last.file, last.first + last.count, last.stop, **held)
 
 
 def in_stored_order(

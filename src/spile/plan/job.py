@@ -5,15 +5,15 @@ tokenizes, selects and packs documents, and makes the columns of the documents f
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import overload
 
 import numpy as np
 
 from spile.core.expressions import DocumentFilter, RowFilter
 from spile.core.recipe import ResolvedRecipe
+from spile.core.units import Unit
 from spile.corpus.chats.rows import RowReader
 from spile.corpus.documents import Documents
 from spile.corpus.files import CorpusFile
@@ -21,7 +21,6 @@ from spile.corpus.pack import PackedUnit, pack_unit
 from spile.corpus.reader import CorpusReader, ReadOptions
 from spile.corpus.select import selection_of
 from spile.corpus.tokenize import TextTokenizer, tokenize
-from spile.corpus.units import Unit
 from spile.dataset.codec.documents import encode_documents
 from spile.dataset.records.ledger import Table
 from spile.dataset.records.unit_table import UnitColumns
@@ -30,25 +29,6 @@ from spile.models.files.sae import SparseEncoder
 from spile.models.sites import AFTER_BLOCKS
 from spile.models.splices import Splice
 from spile.models.taps import Tap
-
-
-class JobUnits(Sequence[Unit]):
-    """The units of a table, each made when it is asked for: there may be a million."""
-
-    def __init__(self, columns: UnitColumns) -> None:
-        self.columns = columns
-
-    def __len__(self) -> int:
-        return len(self.columns)
-
-    @overload
-    def __getitem__(self, at: int) -> Unit: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[Unit]: ...
-    def __getitem__(self, at: int | slice) -> Unit | list[Unit]:
-        if isinstance(at, slice):
-            return [Unit.from_json(unit) for unit in self.columns[at]]
-        return Unit.from_json(self.columns[at])
 
 
 @dataclass(frozen=True)
@@ -68,8 +48,8 @@ class ExtractionJob:
     splices: tuple[Splice, ...] = ()  # changes inside the model, in order
 
     @property
-    def units(self) -> JobUnits:
-        return JobUnits(self.table.units)
+    def units(self) -> UnitColumns:
+        return self.table.units
 
     @property
     def layers(self) -> int:

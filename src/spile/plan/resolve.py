@@ -21,6 +21,7 @@ from spile.core.expressions import DocumentFilter, RowFilter
 from spile.core.humanize import plural
 from spile.core.identity import contents_digest, sampled_digests
 from spile.core.recipe import OF_EACH_ROW, ResolvedRecipe
+from spile.core.units import Unit
 from spile.corpus.chats.rows import RowReader, read_as
 from spile.corpus.files import CorpusFile, find_files, lasting
 from spile.corpus.formats.token_ids import TokenIds, read_ids, settle_ids
@@ -32,7 +33,6 @@ from spile.corpus.tokenize import TextTokenizer
 from spile.corpus.units import (
     CutOptions,
     CutSoFar,
-    Unit,
     make_units,
     sampled_files,
     tokens_per_byte,
@@ -376,7 +376,7 @@ def _make_table(
     like: a table whose units to copy, if a single cut cannot make them.
     """
     if like:
-        units, kept, more = [Unit.from_json(unit) for unit in like.units], like.kept, like.sources
+        units, kept, more = [*like.units], like.kept, like.sources
     else:
         units, kept = _cut(resolved, tokenizer, files, reading=reading, named=named)
         more = ()
@@ -394,7 +394,7 @@ def _make_table(
             {"path": str(f.path), "identity": identity}
             for f, identity in zip(files, resolved.corpus, strict=True)
         ),
-        units=UnitColumns.of([unit.to_json() for unit in units]),
+        units=UnitColumns.of(units),
         kept=kept,
         more_sources=more[1:],
     )

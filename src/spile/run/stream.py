@@ -24,8 +24,8 @@ from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError, InputError, Interrupted
 from spile.core.expressions import RowFilter
 from spile.core.threads import cancelled_by
+from spile.core.units import Unit
 from spile.corpus.tokenize import use_threads
-from spile.corpus.units import Unit
 from spile.dataset.read.order import BatchOptions, EpochCursor, drawn, drawn_digest
 from spile.dataset.read.rows import StoredRows
 from spile.dataset.read.window import Batch, View, Window, WindowBuffer

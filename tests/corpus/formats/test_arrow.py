@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spile.core.errors import DataError, InputError, SpileError
+from spile.core.units import Unit
 from spile.corpus.files import find_files
 from spile.corpus.formats import arrow
 from spile.corpus.formats.token_ids import TokenIds
 from spile.corpus.reader import CorpusReader
-from spile.corpus.units import Unit
 from support.texts import NOT_UTF8, read, units_of
 
 FORMS = {"stream": pa.ipc.new_stream, "file": pa.ipc.new_file}

@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from spile.core.errors import DataError, InputError
-from spile.corpus.files import Span, find_files
+from spile.core.units import Span
+from spile.corpus.files import find_files
 from spile.corpus.reader import CorpusReader, ReadOptions
 from support.texts import NOT_UTF8, read, units_of, write_parquet
 

@@ -110,7 +110,7 @@ def test_units_are_cut_at_the_size_asked_for_and_shards_too(tmp_path: Path) -> N
     check_compacted(made.objects, dest)
     ledger = Ledger(dest)
     table = ledger.table()
-    groups = [ledger.read_done(unit["id"]) for unit in table.units]
+    groups = [ledger.read_done(unit.id) for unit in table.units]
     origins = [done.made_by["compacted"]["units"] for done in groups if done]
     assert [origin[0] for origin in origins] == [0, *(last + 1 for _, last in origins[:-1])]
     assert origins[-1][1] == 4
@@ -119,9 +119,7 @@ def test_units_are_cut_at_the_size_asked_for_and_shards_too(tmp_path: Path) -> N
         assert sum(sizes[first : last + 1]) <= sizes[0] + sizes[1]
     for done in filter(None, groups):
         assert {s.count for s in done.shards if s.tap == "resid_post.0"} <= {*range(1, 11)}
-    assert sum(unit["tokens"] for unit in table.units) == sum(
-        unit["tokens"] for unit in made.table.units
-    )
+    assert sum(unit.tokens for unit in table.units) == sum(unit.tokens for unit in made.table.units)
 
 
 def test_a_unit_of_the_source_is_never_cut(tmp_path: Path) -> None:
@@ -375,7 +373,7 @@ def test_the_command_compacts_and_every_verb_works_on_the_result(
     check_compacted(open_objects(out), open_objects(dest))
     units = Ledger(open_objects(out)).table().units
     (merged,) = Ledger(open_objects(dest)).table().units
-    assert merged["spans"] == [span for unit in units for span in unit["spans"]]
+    assert [*merged.spans] == [span for unit in units for span in unit.spans]
     status = run("status", dest, "--json").json
     assert (status["state"], status["units"]) == ("complete", 1)
     assert status["tokens_estimated"] == run("status", out, "--json").json["tokens_estimated"]

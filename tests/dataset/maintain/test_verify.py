@@ -273,7 +273,7 @@ def test_a_unit_of_another_recipe_is_found(tmp_path: Path) -> None:
         lambda table, units: with_units(table, units[1:]),
         lambda table, units: with_units(table, units[::-1]),
         lambda table, units: with_units(
-            table, [units[0], {**units[1], "first_doc": 3}, *units[2:]]
+            table, [units[0], dataclasses.replace(units[1], first_doc=3), *units[2:]]
         ),
     ],
     ids=["recipe", "unit lost", "units reordered", "documents lost"],
@@ -313,7 +313,7 @@ def test_segment_statistics_that_differ_from_their_units_are_found(
 
 
 def with_units(table: Table, units: list[Any]) -> Table:
-    numbered = [{**unit, "id": number} for number, unit in enumerate(units)]
+    numbered = [dataclasses.replace(unit, id=number) for number, unit in enumerate(units)]
     return dataclasses.replace(table, units=UnitColumns.of(numbered))
 
 

@@ -358,26 +358,3 @@ def test_a_changed_value_is_refused_or_makes_a_sound_record(
         assert error.key == "done/x"
     else:
         assert well_typed(done)
-
-
-def spans(*parts: tuple[int, int | None]) -> list[dict[str, Any]]:
-    return [{"file": 0, "first": 0, "count": count, "doc": doc} for count, doc in parts]
-
-
-@pytest.mark.parametrize(
-    ("parts", "runs"),
-    [([], [(7, 9)]), ([(4, None), (5, None)], [(7, 9)]), ([(4, None), (5, 90)], [(7, 4), (90, 5)]),
-     ([(4, None), (2, 90), (3, None)], [(7, 4), (90, 5)]), ([(4, 90), (5, 20)], [(90, 4), (20, 5)]),
-     ([(0, 3)], [(7, 0)])],
-)  # fmt: skip
-def test_a_units_documents_are_consecutive_unless_a_span_says_otherwise(
-    parts: list[tuple[int, int | None]], runs: list[tuple[int, int]]
-) -> None:
-    assert fmt.doc_runs({"first_doc": 7, "num_docs": 9, "spans": spans(*parts)}) == runs
-
-
-@pytest.mark.parametrize("unit", [{"doc": "x", "count": 1}, {"doc": -1, "count": 1},
-                                  {"doc": 3, "count": "1"}, {"doc": 1.5, "count": 2}])  # fmt: skip
-def test_a_span_that_counts_nothing_is_no_span(unit: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="not a number"):
-        fmt.doc_runs({"first_doc": 7, "num_docs": 9, "spans": [unit]})

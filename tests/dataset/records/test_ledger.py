@@ -20,6 +20,7 @@ from spile.core.errors import (
     SpileError,
     StoreError,
 )
+from spile.core.units import Unit
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.verify import verify
 from spile.dataset.records import format as fmt
@@ -571,8 +572,10 @@ def test_shards_in_buckets_grow_with_the_dataset(
 ) -> None:
     objects = MemoryObjects()
     objects.most_streamed = most
-    unit = {"id": 0, "first_doc": 0, "num_docs": 1, "tokens": tokens, "spans": []}
-    taps, units = {"resid_post.0": TapInfo((26,), "float32")}, UnitColumns.of([unit])
+    taps, units = (
+        {"resid_post.0": TapInfo((26,), "float32")},
+        UnitColumns.of([Unit(0, 0, 1, tokens, ())]),
+    )
     large = dataclasses.replace(stored.make_table([[1]]), taps=taps, kept=1.0, units=units)
     assert large.row_bytes == 26 * 4 + 22  # with the index
     assert large.shard_limit(objects, wanted) == limit

@@ -1,22 +1,22 @@
 """Units as columns: the same units, one by one or by the column."""
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from spile.core.errors import CorruptError
+from spile.core.units import Span, Unit
 from spile.dataset.records.unit_table import UnitColumns
 
-SPAN = {"file": 0, "first": 3, "count": 2, "start": 5, "stop": 9, "digest": "ab", "before": 1}
-UNITS: list[dict[str, Any]] = [
-    {"id": 0, "first_doc": 0, "num_docs": 2, "tokens": 7, "spans": [{**SPAN, "doc": None}],
-     "skip": []},
-    {"id": 1, "first_doc": 2, "num_docs": 0, "tokens": 1, "spans": [], "skip": [4, 5]},
-    {"id": 2, "first_doc": 2, "num_docs": 4, "tokens": 9,
-     "spans": [{**SPAN, "doc": None}, {**SPAN, "doc": 40, "digest": ""}], "skip": [2]},
-]  # fmt: skip
+SPAN = Span(file=0, first=3, count=2, start=5, stop=9, digest="ab", before=1)
+UNITS = [
+    Unit(0, 0, 2, 7, (SPAN,)),
+    Unit(1, 2, 0, 1, (), (4, 5)),
+    Unit(2, 2, 4, 9, (SPAN, replace(SPAN, doc=40, digest="")), (2,)),
+]
 
 
 def test_units_read_back_one_by_one() -> None:
@@ -38,32 +38,36 @@ def test_the_runs_of_documents_are_those_of_each_unit() -> None:
 
 
 def test_units_are_merged_with_their_spans_and_skips() -> None:
-    apart = {"id": 3, "first_doc": 10, "num_docs": 3, "tokens": 5, "spans": [SPAN, SPAN]}
-    columns = UnitColumns.of([*UNITS, {**apart, "skip": [11]}])
-    (first,), (second,) = UNITS[0]["spans"], [{**SPAN, "doc": None}]
-    following, moved = UNITS[2]["spans"], {**SPAN, "doc": 10}
-    one = {"id": 0, "first_doc": 0, "num_docs": 9, "tokens": 22, "skip": [4, 5, 2, 11]}
+    columns = UnitColumns.of([*UNITS, Unit(3, 10, 3, 5, (SPAN, SPAN), (11,))])
+    following, moved = UNITS[2].spans, replace(SPAN, doc=10)
     assert [*columns.merged(np.array([4]))] == [
-        {**one, "spans": [first, *following, moved, second]},
+        Unit(0, 0, 9, 22, (SPAN, *following, moved, SPAN), (4, 5, 2, 11))
     ]
     # The documents of a unit that begins a merged one follow from that one's first.
-    assert [*columns.merged(np.array([3, 4]))][1] == {**columns[3], "id": 1}
+    assert [*columns.merged(np.array([3, 4]))][1] == replace(columns[3], id=1)
     assert columns.merged(np.arange(1, 5)) == columns
     assert [*columns.merged(np.array([1, 3]))] == [
         UNITS[0],
-        {"id": 1, "first_doc": 2, "num_docs": 4, "tokens": 10, "spans": following,
-         "skip": [4, 5, 2]},
-    ]  # fmt: skip
+        Unit(1, 2, 4, 10, following, (4, 5, 2)),
+    ]
     assert [*columns.merged(np.array([], np.int64))] == []
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"id": 1}, {"tokens": -1}, {"num_docs": 1.5}, {"skip": ["a"]}, {"first_doc": 1 << 60}],
+    [
+        {"id": 1},
+        {"tokens": -1},
+        {"num_docs": 1.5},
+        {"skip": ("a",)},
+        {"first_doc": 1 << 60},
+        {"spans": (Span(0, 0, -1),)},
+        {"spans": (Span(0, 0, 1, doc=-1),)},
+    ],
 )
-def test_a_unit_that_is_none_is_refused(change: dict[str, Any]) -> None:
+def test_an_invalid_unit_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="unit 0"):
-        UnitColumns.of([{**UNITS[0], **change}])
+        UnitColumns.of([replace(UNITS[0], **change)])
 
 
 @pytest.mark.parametrize("name", [*UnitColumns.of(UNITS).columns])

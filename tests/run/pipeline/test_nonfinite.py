@@ -43,7 +43,7 @@ def fails(
 
 def unit_of(out: Path, doc: int) -> int:
     units = Ledger(LocalObjects(out)).table().units
-    return next(u["id"] for u in units if u["first_doc"] <= doc < u["first_doc"] + u["num_docs"])
+    return next(u.id for u in units if u.first_doc <= doc < u.first_doc + u.num_docs)
 
 
 def test_tap_layer_unit_document_and_token_are_named(

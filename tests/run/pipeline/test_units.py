@@ -11,13 +11,12 @@ import pytest
 
 from spile.core.config import Runtime
 from spile.core.errors import ConfigError, StoreError
-from spile.corpus.units import Unit
+from spile.core.units import Unit
 from spile.dataset.records import format as fmt
 from spile.dataset.records.heartbeat import Presence
 from spile.dataset.records.ledger import Ledger
 from spile.objects import LocalObjects
 from spile.plan.estimate import Budget
-from spile.plan.job import JobUnits
 from spile.run.extract import outcome_of
 from spile.run.pipeline.units import StorePicker, UnitShare, find_share
 from support import stored
@@ -163,7 +162,7 @@ def grouped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> stored.Stored:
 
 
 def picker_of(made: stored.Stored, name: str, share: UnitShare | None = None) -> StorePicker:
-    job = SimpleNamespace(units=JobUnits(made.table.units), table=made.table)
+    job = SimpleNamespace(units=made.table.units, table=made.table)
     ledger = Ledger(made.objects)
     presence = Presence(made.objects, 30, ledger.layout)
     presence.name = name

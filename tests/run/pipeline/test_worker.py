@@ -11,8 +11,8 @@ import pytest
 import spile
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import DataError, Interrupted, StoreError
+from spile.core.units import Unit
 from spile.corpus.reader import CorpusReader
-from spile.corpus.units import Unit
 from spile.dataset.maintain.verify import verify
 from spile.dataset.records.heartbeat import Presence, read_workers
 from spile.dataset.write.unit_writer import UnitWriter

@@ -14,7 +14,7 @@ import pytest
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 from spile.core.errors import ConfigError, DataError, Interrupted, SpileError, WorldError
-from spile.corpus.units import Unit
+from spile.core.units import Unit
 from spile.run.world import world as world_module
 from spile.run.world.rank import ABORTED, RESTART, Rank
 from spile.run.world.world import JoinedWorld, SingleWorld, World, compare

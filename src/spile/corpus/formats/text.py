@@ -11,7 +11,8 @@ from typing import BinaryIO
 import xxhash
 
 from spile.core.errors import DataError, InputError
-from spile.corpus.files import CorpusFile, Span
+from spile.core.units import Span
+from spile.corpus.files import CorpusFile
 
 _READ_SIZE = 1 << 22
 _NEVER = 1 << 62

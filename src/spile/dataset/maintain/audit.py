@@ -15,6 +15,7 @@ import xxhash
 
 from spile.core.errors import CorruptError, SpileError
 from spile.core.index import INDEX_DTYPE
+from spile.core.units import Unit
 from spile.dataset.codec.documents import read_documents, rows_of
 from spile.dataset.codec.shard import (
     contains_exactly,
@@ -70,7 +71,7 @@ def audit_listed(entries: Mapping[str, Entry], done: Done) -> Audit:
 def audit_unit(
     objects: Objects,
     table: Table,
-    unit: Mapping[str, Any],
+    unit: Unit,
     done: Done,
     signed: Mapping[str, str] | None = None,
 ) -> Audit:
@@ -97,7 +98,7 @@ def audit_unit(
             if file is done.index and table.shuffled:
                 content += _check_shuffled_index(held, done, audit)
             elif file is done.index:
-                content += _check_index(held, table, done, fmt.doc_runs(unit))
+                content += _check_index(held, table, done, unit.doc_runs)
                 docs = None if content else read_tensors(held, file.key)["doc"]
             elif file is done.statistics:
                 statistics = read_tensors(held, file.key)
@@ -115,7 +116,7 @@ def audit_unit(
     if not audit.faults:
         if statistics is not None:
             content += _check_statistics(table, done, statistics, nonfinite, audit)
-        if done.documents + sum(done.skipped.values()) != unit["num_docs"]:
+        if done.documents + sum(done.skipped.values()) != unit.num_docs:
             key = table.layout.done_key(done.unit)
             content.append(f"{key}: not every document of the unit is accounted for")
         audit.faults += content
@@ -222,14 +223,14 @@ def _check_index(
 
 
 def _check_documents(
-    done: Done, unit: Mapping[str, Any], table: Any, docs_of_rows: np.ndarray | None
+    done: Done, unit: Unit, table: Any, docs_of_rows: np.ndarray | None
 ) -> Iterator[str]:
     """Check the documents table; `docs_of_rows` comes from the index, if that is valid."""
     key = done.documents_table.key
     docs, tokens, rows, first = (
         table[name].fill_null(-1).to_numpy() for name in ("doc", "tokens", "rows", "first_row")
     )
-    runs = fmt.doc_runs(unit)
+    runs = unit.doc_runs
     # Counts are untrusted: nothing is allocated before they match those of the table.
     if len(docs) != sum(count for _, count in runs) or not np.array_equal(
         docs, np.concatenate([np.arange(first, first + count) for first, count in runs])

@@ -313,24 +313,6 @@ def parse_damaged_key(key: str) -> str | None:
     return match[1] if match else None
 
 
-def doc_runs(unit: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Return the runs of documents of a unit in the table: the first of each, and its length.
-
-    There is one run, except in merged units of a permuted corpus. There, a span that does not
-    follow the previous one gives its first document.
-    """
-    spans: list[Mapping[str, Any]] = unit["spans"]
-    if all(span.get("doc") is None for span in spans):
-        return [(unit["first_doc"], unit["num_docs"])]
-    runs: list[tuple[int, int]] = [(unit["first_doc"], 0)]
-    for span in spans:
-        first, count = runs.pop() if span.get("doc") is None else (span["doc"], 0)
-        if not is_count(first) or not is_count(span["count"]):
-            raise ValueError("a span has a count that is not a number")
-        runs.append((first, count + span["count"]))
-    return [run for run in runs if run[1]] or runs[:1]
-
-
 @dataclass(frozen=True)
 class TapInfo:
     """The stored form of a tap's rows."""

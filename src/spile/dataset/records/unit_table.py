@@ -1,16 +1,17 @@
 """The units of a table as columns: a million of them open at once and are looked up by search.
 
-`UnitColumns` is a sequence of units in the form of JSON, each made when it is asked for. Whoever
-needs a number of every unit takes the column.
+`UnitColumns` is a sequence of units, each made when it is asked for. Code that needs a number of
+every unit uses the column.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, overload
 
 import numpy as np
 
 from spile.core.errors import CorruptError
+from spile.core.units import Span, Unit
 from spile.dataset.records import format as fmt
 from spile.dataset.records.columns import (
     Columns,
@@ -25,14 +26,12 @@ from spile.dataset.records.columns import (
     texts_at,
 )
 
-UnitJson = Mapping[str, Any]
-
 _COUNTS = ("first_doc", "num_docs", "tokens")
 _SPAN = ("file", "first", "count", "start", "stop", "before")
 _NONE = -1  # stored for a span that has no `doc`
 
 
-class UnitColumns(Sequence[UnitJson]):
+class UnitColumns(Sequence[Unit]):
     """The units of a table. A unit's id is its place."""
 
     def __init__(self, count: int, load: Callable[[], Columns], key: str = fmt.UNITS) -> None:
@@ -43,8 +42,8 @@ class UnitColumns(Sequence[UnitJson]):
         self._count, self._load, self.key = count, load, key
 
     @classmethod
-    def of(cls, units: Sequence[UnitJson], first: int = 0) -> "UnitColumns":
-        """Return units given as JSON as columns; raise ValueError if one is invalid.
+    def of(cls, units: Sequence[Unit], first: int = 0) -> "UnitColumns":
+        """Return units as columns; raise ValueError if one is invalid.
 
         Args:
             first: the id of the first; that of a generation's units follows those before.
@@ -109,7 +108,7 @@ class UnitColumns(Sequence[UnitJson]):
         """The runs of documents of all units: the unit, first document and length of each."""
         if not (self.columns["span/doc"] >= 0).any():
             return np.arange(self._count), self.first_doc, self.num_docs
-        runs = [(unit["id"], *run) for unit in self for run in fmt.doc_runs(unit)]
+        runs = [(unit.id, *run) for unit in self for run in unit.doc_runs]
         unit, first, count = (ints(each) for each in zip(*runs, strict=True))
         return unit, first, count
 
@@ -120,7 +119,7 @@ class UnitColumns(Sequence[UnitJson]):
         spans = np.diff(self.columns["ends/spans"], prepend=0)
         unit = np.repeat(np.arange(self._count), spans)
         for number in map(int, np.unique(unit[self.columns["span/doc"] != _NONE])):
-            first, count = fmt.doc_runs(self[number])[-1]
+            first, count = self[number].doc_runs[-1]
             stop[number] = first + count
         return stop
 
@@ -128,31 +127,31 @@ class UnitColumns(Sequence[UnitJson]):
         return self._count
 
     @overload
-    def __getitem__(self, at: int) -> UnitJson: ...
+    def __getitem__(self, at: int) -> Unit: ...
     @overload
-    def __getitem__(self, at: slice) -> list[UnitJson]: ...
-    def __getitem__(self, at: int | slice) -> UnitJson | list[UnitJson]:
+    def __getitem__(self, at: slice) -> list[Unit]: ...
+    def __getitem__(self, at: int | slice) -> Unit | list[Unit]:
         if isinstance(at, slice):
             return [self[number] for number in range(*at.indices(self._count))]
         if not -self._count <= at < self._count:
             raise IndexError(at)
         number, columns = at % self._count, self.columns
         run, skips = run_of(columns["ends/spans"], number), run_of(columns["ends/skip"], number)
-        spans: list[dict[str, Any]] = []
         digests = texts_at(columns, "span/digest", run)
-        docs = columns["span/doc"][run].tolist()
+        first_docs = columns["span/doc"][run].tolist()
         parts = zip(*(columns[f"span/{name}"][run].tolist() for name in _SPAN), strict=True)
-        for values, digest, doc in zip(parts, digests, docs, strict=True):
-            span: dict[str, Any] = dict(zip(_SPAN, values, strict=True))
-            spans.append({**span, "digest": digest, "doc": None if doc == _NONE else doc})
-        return {
-            "id": number,
-            **{name: int(columns[name][number]) for name in _COUNTS},
-            "spans": spans,
-            "skip": columns["skip"][skips].tolist(),
-        }
+        spans = tuple(
+            Span(
+                **dict(zip(_SPAN, values, strict=True)),
+                digest=digest,
+                doc=None if doc == _NONE else doc,
+            )
+            for values, digest, doc in zip(parts, digests, first_docs, strict=True)
+        )
+        first, docs, tokens = (int(columns[name][number]) for name in _COUNTS)
+        return Unit(number, first, docs, tokens, spans, tuple(columns["skip"][skips].tolist()))
 
-    def __iter__(self) -> Iterator[UnitJson]:
+    def __iter__(self) -> Iterator[Unit]:
         return (self[number] for number in range(self._count))
 
     def __eq__(self, other: object) -> bool:
@@ -226,21 +225,20 @@ def _merged(units: UnitColumns, ends: Ints) -> dict[str, np.ndarray]:
     return {**columns, **first, **sums, **of_last, "span/doc": docs}
 
 
-def _columns_of(units: Sequence[UnitJson], first: int) -> dict[str, np.ndarray]:
+def _columns_of(units: Sequence[Unit], first: int) -> dict[str, np.ndarray]:
     for number, unit in enumerate(units, first):
-        counts = [unit["id"], *(unit[name] for name in _COUNTS), *unit.get("skip", ())]
-        if not all(map(fmt.is_count, counts)) or unit["id"] != number:
+        counts = [unit.first_doc, unit.num_docs, unit.tokens, *unit.skip]
+        counts += [count for span in unit.spans for count in (span.count, span.doc or 0)]
+        if not all(map(fmt.is_count, counts)) or unit.id != number:
             raise ValueError(f"unit {number} has a count that is not a number, or another id")
-        fmt.doc_runs(unit)
-    spans = [span for unit in units for span in unit["spans"]]
-    docs = [span.get("doc") for span in spans]
-    columns = {name: ints(unit[name] for unit in units) for name in _COUNTS}
-    columns["ends/spans"] = ends_of(len(unit["spans"]) for unit in units)
-    columns |= {f"span/{name}": ints(span.get(name, 0) for span in spans) for name in _SPAN}
-    columns["span/doc"] = ints(_NONE if doc is None else doc for doc in docs)
-    columns |= text_columns("span/digest", [span.get("digest", "") for span in spans])
-    columns["ends/skip"] = ends_of(len(unit.get("skip", ())) for unit in units)
-    columns["skip"] = ints(doc for unit in units for doc in unit.get("skip", ()))
+    spans = [span for unit in units for span in unit.spans]
+    columns = {name: ints(getattr(unit, name) for unit in units) for name in _COUNTS}
+    columns["ends/spans"] = ends_of(len(unit.spans) for unit in units)
+    columns |= {f"span/{name}": ints(getattr(span, name) for span in spans) for name in _SPAN}
+    columns["span/doc"] = ints(_NONE if span.doc is None else span.doc for span in spans)
+    columns |= text_columns("span/digest", [span.digest for span in spans])
+    columns["ends/skip"] = ends_of(len(unit.skip) for unit in units)
+    columns["skip"] = ints(doc for unit in units for doc in unit.skip)
     return columns
 
 

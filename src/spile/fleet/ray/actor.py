@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import spile
 from spile.core.config import build
 from spile.core.errors import Interrupted, SpileError
-from spile.corpus.units import Unit
+from spile.core.units import Unit
 from spile.dataset.records.heartbeat import Presence
 from spile.metrics import Counters
 

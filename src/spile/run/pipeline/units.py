@@ -17,7 +17,7 @@ from typing import Protocol
 from spile.core.config import Runtime
 from spile.core.errors import ConfigError
 from spile.core.system import system
-from spile.corpus.units import Unit
+from spile.core.units import Unit
 from spile.dataset.records.format import KeyLayout
 from spile.dataset.records.heartbeat import Presence
 from spile.dataset.records.ledger import Ledger

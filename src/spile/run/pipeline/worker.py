@@ -17,9 +17,9 @@ import jax
 from spile.core.errors import Interrupted
 from spile.core.system import system
 from spile.core.threads import Consumer, Producer, cancellation
+from spile.core.units import Unit
 from spile.corpus.chats.pool import processes_for
 from spile.corpus.pack import Batch, PackedUnit
-from spile.corpus.units import Unit
 from spile.metrics import Counters
 from spile.plan.job import ExtractionJob, PreparedUnit, prepare_unit
 from spile.run.pipeline.nonfinite import NonfiniteError

@@ -28,7 +28,7 @@ import jax
 from spile.core.config import Runtime
 from spile.core.errors import ConfigError, Interrupted, SpileError, WorldError
 from spile.core.system import system
-from spile.corpus.units import Unit
+from spile.core.units import Unit
 from spile.dataset.records.heartbeat import Presence
 from spile.dataset.records.ledger import Ledger
 from spile.metrics import Counters
