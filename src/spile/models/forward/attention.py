@@ -39,7 +39,7 @@ class Scoring:
 
 
 Sinks = Float[Array, " heads"] | None
-Slopes = Float[Array, " heads"] | None  # how much a score falls with each token between (ALiBi)
+Slopes = Float[Array, " heads"] | None  # how much a score falls per token of distance (ALiBi)
 
 
 @runtime_checkable
@@ -55,23 +55,23 @@ class Attend(Protocol):
     ) -> Mixed: ...
 
 
-# Called once with the places of a batch's tokens; every layer uses the function it returns.
+# Called once per batch with segments and positions; every layer uses the returned function.
 Attention = Callable[[Places, Places], Attend]
 
 _HIDDEN = -1e30  # finite, so that padding, which sees no key, gives no NaN
 
 
 def chunked(segments: Places, positions: Places, size: int | None) -> tuple[Places, Places]:
-    """The places of tokens whose contexts are cut into chunks: each is then a context by itself."""
+    """Return segments and positions after cutting contexts into chunks, each its own context."""
     if size is None:
         return segments, positions
-    most = -(-segments.shape[1] // size)  # of a context
+    most = -(-segments.shape[1] // size)  # chunks of a context
     apart = segments * most + positions // size
     return jnp.where(segments > 0, apart, 0), positions % size
 
 
 def masked(segments: Places, positions: Places) -> Attend:
-    """The definition: score every pair, and mask the invisible ones."""
+    """Attend by definition: score every pair, and mask the invisible ones."""
 
     def attend(
         q: Queries,
@@ -95,7 +95,7 @@ def pattern(
     sinks: Sinks = None,
     slopes: Slopes = None,
 ) -> Weights:
-    """The attention weights, in float32; with sinks they sum to less than one."""
+    """Return the attention weights, in float32; with sinks they sum to less than one."""
     order = jnp.arange(q.shape[1])
     earlier = order[:, None] >= order[None, :]
     visible = (segments[:, :, None] == segments[:, None, :]) & earlier[None]
@@ -125,7 +125,7 @@ def mixed(weights: Weights, v: Values) -> Mixed:
 
 
 def blocked(segments: Places, positions: Places, block: int = 128) -> Attend:
-    """Attention with work proportional to document lengths, for devices without a fused kernel."""
+    """Attend block by block, with work proportional to document lengths; for lack of a kernel."""
     return partial(_blocked, segments, positions, min(block, segments.size))
 
 
@@ -226,9 +226,9 @@ def _widths(most: int) -> list[int]:
 def attention_by_heads(
     attention: Attention, segments: Places, positions: Places, shards: Shards
 ) -> Attend:
-    """Attention on a mesh: each device attends for its rows and its heads.
+    """Attend on a mesh: each device computes its rows and its heads.
 
-    The compiler could not partition this by itself: a kernel is opaque to it.
+    The compiler cannot partition this by itself, because a kernel is opaque to it.
     """
     along = shards.model_axis("heads")
     heads, places = P(ROWS, None, along), P(ROWS)
@@ -242,7 +242,7 @@ def attention_by_heads(
         sinks: Sinks = None,
         slopes: Slopes = None,
     ) -> Mixed:
-        if repeat:  # fewer keys than devices: each takes copies of those that its queries need
+        if repeat:  # fewer key heads than devices: each device copies those its queries need
             group = q.shape[2] // k.shape[2]
             k, v = (jnp.repeat(array, group, axis=2) for array in (k, v))
 

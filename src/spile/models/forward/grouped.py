@@ -1,7 +1,7 @@
 """Grouped products: each expert's matrix multiplies its own run of rows.
 
-TPUs have an instruction for it, Hopper GPUs a kernel written here, and all others multiply tiles in
-batched products.
+TPUs have an instruction for it, Hopper GPUs use a kernel written here, and all other devices
+multiply tiles in batched products.
 """
 
 # pallas is typed as little as the rest of jax's experimental modules.
@@ -21,29 +21,29 @@ from jaxtyping import Array, Float, Int
 
 from spile.models.forward.ops import gpu_capability, product
 
-_GATHERED = 1 << 28  # bytes of expert weights laid side by side at once
+_GATHERED = 1 << 28  # most bytes of expert weights to gather at once
 _MOSAIC = "jax.experimental.pallas.mosaic_gpu"
-# One tile of the Hopper kernel, of the shapes that measured best (docs/benchmarks.md): its rows,
-# its columns, and the terms that it adds up at once.
+# A tile of the Hopper kernel: its rows, its columns, and the terms that it adds up at once. These
+# shapes were the fastest (docs/benchmarks.md).
 _ROWS, _COLUMNS, _TERMS = 128, 256, 64
-_CORES = 132  # multiprocessors of an H100 or H200, should the device not tell its own
+_CORES = 132  # multiprocessors of an H100 or H200, if the device does not report its own
 _STORED = 64  # rows and columns that are stored at once
-EIGHT = 8  # rows that the GPU's copies cannot cut
+EIGHT = 8  # the GPU copies rows in multiples of this
 
 Grouped: TypeAlias = Callable[[Float[Array, "rows in"], Float[Array, "experts out in"]], Array]
 
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Where the rows of each expert lie, one run after the other; `sizes` are their numbers."""
+    """The layout of rows by expert: one run of `sizes[i]` rows for each expert i, in order."""
 
     sizes: Int[Array, " experts"]
-    count: int  # rows of all runs, and of those that belong to no expert
+    count: int  # all rows, including those that belong to no expert
     aligned: int = 1  # each run begins at a multiple of this; for the Hopper kernel, `EIGHT`
 
     @property
     def rows(self) -> int:
-        """Rows to lay out: those of the runs, and those between them."""
+        """The number of rows in the layout, including the gaps between runs."""
         if self.aligned == 1:
             return self.count
         filled = -(-self.count // self.aligned) + len(self.sizes)
@@ -54,19 +54,19 @@ class Groups:
         return jnp.cumsum(room) - room
 
     def places(self, expert: Int[Array, " rows"]) -> Int[Array, " rows"]:
-        """The places of rows that are sorted by their `expert`."""
+        """Return the place in the layout of each row; rows are sorted by `expert`."""
         shift = self.starts() - (jnp.cumsum(self.sizes) - self.sizes)
         return jnp.arange(self.count) + shift[expert]
 
     def lay(self, values: Int[Array, " rows"], expert: Int[Array, " rows"]) -> Array:
-        """Lay sorted values out. Between the runs are zeros."""
+        """Put sorted values at their places; gaps are zero."""
         if self.aligned == 1:
             return values
         return jnp.zeros(self.rows, values.dtype).at[self.places(expert)].set(values)
 
 
 def ragged(runs: Groups) -> Grouped:
-    """TPU's instruction. (Elsewhere it would be done densely, for all experts.)"""
+    """Multiply by the TPU's instruction. (On other devices it would multiply by all experts.)"""
     return lambda x, w: jax.lax.ragged_dot(x, w.swapaxes(1, 2), runs.sizes)
 
 
@@ -107,7 +107,7 @@ def tiled(runs: Groups) -> Grouped:
 def _tiles(
     sizes: Int[Array, " experts"], tile: int, tiles: int
 ) -> tuple[Int[Array, " tiles"], Int[Array, " tiles"], Int[Array, ""]]:
-    """Of each tile: its expert, and which tile of its run it is. And how many tiles there are."""
+    """Return each tile's expert and its number within its run; and the number of tiles."""
     each = -(-sizes // tile)
     ends = jnp.cumsum(each)
     number = jnp.arange(tiles)
@@ -116,7 +116,7 @@ def _tiles(
 
 
 def mosaic_serves(x: jax.Array, *weights: Array) -> bool:
-    """Whether the Hopper kernel can multiply rows like `x` by these on this machine's GPU."""
+    """Return whether the Hopper kernel can multiply rows like `x` by these weights here."""
     halves = x.dtype in (jnp.bfloat16, jnp.float16) and all(w.dtype == x.dtype for w in weights)
     wide = all(
         w.shape[1] >= _COLUMNS and w.shape[1] % _STORED == 0 and w.shape[2] % _TERMS == 0
@@ -127,24 +127,24 @@ def mosaic_serves(x: jax.Array, *weights: Array) -> bool:
 
 @cache
 def has_mosaic() -> bool:
-    """Whether this process has a Hopper GPU: the kernel is written in its instructions."""
+    """Return whether this process has a Hopper GPU, which the kernel needs."""
     return 9 <= gpu_capability() < 10 and importlib.util.find_spec(_MOSAIC) is not None
 
 
 def mosaic(runs: Groups) -> Grouped:
-    """A kernel for Hopper GPUs that looks a tile's expert up in a table.
+    """Multiply by a Hopper kernel that looks up a tile's expert in a table.
 
-    jax's own (`ragged_dot_mgpu`) searches all experts in every tile, so with 512 of them it is 6 to
-    15 times as slow. Rows that belong to no expert are left unset.
+    jax's own kernel (`ragged_dot_mgpu`) searches all experts in every tile, so with 512 experts it
+    is 6 to 15 times as slow. Rows that belong to no expert are left unset.
     """
     table = _table(runs)
     return lambda x, w: _hopper(x.shape[1], w.shape[1], x.dtype, runs.rows)(*table, x, w)
 
 
 def _table(runs: Groups) -> list[Int[Array, " tiles"]]:
-    """Of each tile: its expert, its first row and its number of rows, both in eights.
+    """Return each tile's expert, first row and number of rows, the latter two in eights.
 
-    The last of the list is the number of tiles that have rows.
+    The last array holds the number of tiles that have rows.
     """
     eights = -(-runs.sizes // EIGHT)
     tiles = -(-runs.rows // _ROWS) + len(runs.sizes)
@@ -157,14 +157,14 @@ def _table(runs: Groups) -> list[Int[Array, " tiles"]]:
 
 @cache
 def _hopper(terms: int, columns: int, dtype: Any, rows: int) -> Callable[..., Array]:
-    """The kernel: persistent, with one warpgroup that loads and two that multiply.
+    """Return the kernel: persistent, with one warpgroup that loads and two that multiply.
 
-    It takes the table that `_table` makes, in eights because the GPU copies such pieces whole.
+    It takes the table of `_table`, which counts in eights because the GPU copies eight rows whole.
     """
     pl: Any = importlib.import_module("jax.experimental.pallas")
     gpu: Any = importlib.import_module(_MOSAIC)
     steps = terms // _TERMS
-    # If tiles have a multiple of the stages' steps, the next tile is loaded while one is stored.
+    # If the number of stages divides a tile's steps, the next tile loads while one is stored.
     stages = next((n for n in (4, 3) if steps % n == 0), 4)
     follows = steps % stages == 0
     half = _COLUMNS // 2
@@ -253,7 +253,7 @@ def _hopper(terms: int, columns: int, dtype: Any, rows: int) -> Callable[..., Ar
 
 
 def _store_some(pl: Any, gpu: Any, piece: Any, out: Any, first: Any, left: Any) -> None:
-    """Store the rows of a piece that are left: all, or 32, 16 and 8 of them."""
+    """Store the remaining rows of a piece: all of them, or runs of 32, 16 and 8."""
 
     @pl.when(left >= _STORED)
     def whole() -> None:

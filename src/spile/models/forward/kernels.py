@@ -1,9 +1,9 @@
 """Fused attention kernels of accelerators, behind the signature of `attention.py`.
 
 Each of them skips pairs of tokens that cannot see each other. tokamax's kernels take the first key
-that each query sees, cuDNN's packed form each context's place and length, splash attention the
-segments. `for_platform` looks which of them this machine has (neither jax's packed cuDNN attention
-nor tokamax's masks are public), and says why where a better one is passed over.
+that each query sees, cuDNN's packed form takes each context's place and length, splash attention
+takes the segments. `for_platform` finds the kernels that this machine has (neither jax's packed
+cuDNN attention nor tokamax's masks are public), and logs why it does not use a better one.
 """
 
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
@@ -85,7 +85,7 @@ def for_platform(
 
 
 def by_width(segments: Places, positions: Places, *, kernels: Mapping[int, Attention]) -> Attend:
-    """A kernel for each width of heads, where the layers of a model have several."""
+    """Use a different kernel for each head width, for models whose layers have several."""
     every = {width: kernel(segments, positions) for width, kernel in kernels.items()}
 
     def attend(
@@ -102,7 +102,7 @@ def by_width(segments: Places, positions: Places, *, kernels: Mapping[int, Atten
 
 
 def widened(segments: Places, positions: Places, *, kernel: Attention) -> Attend:
-    """A kernel whose values are as wide as keys, for narrower ones: zeros fill them up."""
+    """Use a kernel that needs values as wide as keys: pad narrower values with zeros."""
     run = kernel(segments, positions)
 
     def attend(
@@ -123,14 +123,14 @@ def widened(segments: Places, positions: Places, *, kernel: Attention) -> Attend
 def chosen_kernels(
     platform: str, arch: Arch, dtype: str, seq_len: int, wanted: str = "auto"
 ) -> dict[int, KernelChoice]:
-    """The kernels that `for_platform` takes, by the width of heads."""
+    """Return the kernels that `for_platform` takes, by head width."""
     missing = missing_kernels() if platform == "gpu" else {}
     return attention_kernels(platform, arch, dtype, seq_len, missing=missing, wanted=wanted)
 
 
 @cache
 def missing_kernels() -> Mapping[str, str]:
-    """The kernels that this machine's GPU and packages do not have, and why."""
+    """Return the kernels that this machine cannot run, each with the reason."""
     found = {"cudnn": _why_not_cudnn()}
     capability = gpu_capability()
     for name, module in _TOKAMAX.items():
@@ -140,7 +140,7 @@ def missing_kernels() -> Mapping[str, str]:
             continue
         try:
             importlib.import_module(module)
-        except Exception as error:  # whatever is wrong with it, there are other kernels
+        except Exception as error:  # any failure: there are other kernels
             said = (str(error).splitlines() or [type(error).__name__])[0]
             found[name] = f"tokamax cannot be imported ({said}): pip install 'spile[kernels]'"
     return {name: reason for name, reason in found.items() if reason is not None}
@@ -157,7 +157,7 @@ def _tell(platform: str, choices: Mapping[int, KernelChoice]) -> None:
 
 
 def _why_not_cudnn() -> str | None:
-    """Why cuDNN's packed attention cannot be used with this jax on this GPU."""
+    """Return why cuDNN's packed attention cannot be used here; None if it can."""
     try:
         module = importlib.import_module(_CUDNN)
         module.check_cudnn_version()
@@ -169,9 +169,9 @@ def _why_not_cudnn() -> str | None:
 
 
 def flash(segments: Places, positions: Places, *, kernel: str) -> Attend:
-    """tokamax's flash attention: blocks of which no pair is visible are skipped.
+    """Attend by tokamax's flash attention, which skips blocks without a visible pair.
 
-    A query sees the keys from the first of its context, or of its window, to itself.
+    A query sees the keys from the start of its context, or of its window, to itself.
     """
     base: Any = importlib.import_module("tokamax._src.ops.attention.base")
     module: Any = importlib.import_module(_TOKAMAX[kernel])
@@ -204,7 +204,7 @@ def flash(segments: Places, positions: Places, *, kernel: str) -> Attend:
             )
         if sinks is None:
             return out
-        # The sink is one more score, without a value: it only adds to the sum.
+        # The sink is one more score without a value: it only adds to the softmax's sum.
         values, (highest, total) = out
         beside = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - highest)
         share = (total / (total + beside)).swapaxes(1, 2)[..., None]
@@ -215,7 +215,7 @@ def flash(segments: Places, positions: Places, *, kernel: str) -> Attend:
 
 @contextmanager
 def _without_tuning_advice() -> Generator[None, None, None]:
-    """tokamax warns in every trace that a shape was not tuned; its own rule for tiles serves."""
+    """Silence tokamax's warning, in every trace, that a shape was not tuned."""
     logger = logging.getLogger("absl")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -226,7 +226,7 @@ def _without_tuning_advice() -> Generator[None, None, None]:
 
 
 def cudnn(segments: Places, positions: Places, contexts: int) -> Attend:
-    """cuDNN's packed attention. Padding is one more context, so that all outputs are written."""
+    """Attend by cuDNN's packed attention. Padding is one more context, so all outputs are set."""
     del positions  # implied by where contexts begin
     kernel: Any = importlib.import_module(_CUDNN)
     rows, seq = segments.shape
@@ -264,7 +264,7 @@ def cudnn(segments: Places, positions: Places, contexts: int) -> Attend:
 
 
 def splash(segments: Places, positions: Places, *, interpret: bool = False) -> Attend:
-    """TPU's splash attention, which skips blocks without a visible pair."""
+    """Attend by the TPU's splash attention, which skips blocks without a visible pair."""
     del positions
     kernel: Any = importlib.import_module(
         "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel"

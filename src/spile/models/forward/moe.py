@@ -67,7 +67,7 @@ def _corrected(
     correction: Float[Array, " experts"] | None,
     experts: Experts,
 ) -> tuple[Float[Array, "*tokens chosen"], Int[Array, "*tokens chosen"]]:
-    """Choose by corrected scores, from the groups with the best ones; return the plain scores."""
+    """Choose experts by corrected scores, within the best groups; return their plain scores."""
     better = scores
     if correction is not None:
         wide = correction.astype(jnp.float32)
@@ -85,9 +85,9 @@ def _corrected(
 def _by_margin(
     scores: Float[Array, "*tokens experts"], margin: float, chosen: int
 ) -> tuple[Float[Array, "*tokens chosen"], Int[Array, "*tokens chosen"]]:
-    """Choose the best expert, again and again (arXiv:2409.12136).
+    """Choose the best expert repeatedly, without replacement (arXiv:2409.12136).
 
-    The weight is that of a softmax over those that are left and whose scores are near the best.
+    Its weight comes from a softmax over the remaining experts whose scores are near the best.
     """
     left, weights, ids = scores, list[Array](), list[Array]()
     for _ in range(chosen):
@@ -120,8 +120,8 @@ def mix(
 ) -> Float[Array, "rows seq width"]:
     """Return the weighted sum of the chosen experts' outputs.
 
-    If the block holds only some of the experts, `first` is the id of the first of them; the
-    others add nothing. `adds`: whether the last bias is added here.
+    If the block holds only some of the experts, `first` is the id of its first one; the others add
+    nothing. `adds`: whether to add the output bias here.
     """
     assert arch.experts
     flat = x.reshape(-1, x.shape[-1])
@@ -135,7 +135,7 @@ def mix(
     shares = jnp.ones_like(weights) if arch.experts.weighs_input else weights
 
     def outputs(runs: Groups, way: Callable[[Groups], Grouped]) -> Array:
-        """What the chosen experts say of each token."""
+        """Return the outputs of each token's chosen experts."""
         grouped, of = way(runs), runs.lay(expert, expert)
         tokens = _rows(flat, runs.lay(order // ids.shape[-1], expert))
         if arch.experts and arch.experts.weighs_input:
@@ -176,10 +176,10 @@ def _rows_by_pairs(x: Float[Array, "rows width"], places: Int[Array, " wanted"])
 def mixed_experts(
     x: Any, weights: Any, ids: Any, block: Block, arch: Arch, shards: Shards
 ) -> jax.Array:
-    """`mix` on a mesh: each device runs its experts, or its part of every expert.
+    """Run `mix` on a mesh: each device runs its experts, or its part of every expert.
 
-    The results are added. The compiler could not partition this by itself, as experts are chosen
-    token by token.
+    The results are added. The compiler cannot partition this by itself, since each token chooses
+    its own experts.
     """
     names = [name for name in block if name[:2] in ("w_", "b_") and not name.endswith("router")]
     specs = [P(*shards.cuts.along(shards.axes[name], gathered=True)) for name in names]
@@ -189,7 +189,7 @@ def mixed_experts(
         held: Mapping[str, Any] = dict(zip(names, arrays, strict=True))
         part = jax.lax.axis_index("model")
         first = part * len(held["w_up"]) if shards.model_axis("experts") else 0
-        # One device adds a bias that all devices hold whole.
+        # The bias is replicated, so only one device adds it.
         adds = part == 0 if cut and not shards.model_axis("experts") else True
         out = mix(x, weights, ids, dict(held), arch, first=first, adds=adds)
         return jax.lax.psum(out, "model") if cut else out

@@ -15,10 +15,10 @@ from jaxtyping import Array, Float, Int
 
 
 def _gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The exact one. In 16 bits it is computed in float32 and rounded once, as torch does.
+    """Return the exact GELU. For 16-bit inputs, compute in float32 and round once, as torch does.
 
-    There, `erf` is exact enough, and takes less than half of the time of the `erfc` that jax.nn
-    uses, which keeps the digits of large negative inputs.
+    For those, `erf` is exact enough. It takes less than half the time of jax.nn's `erfc`, which is
+    more exact for large negative inputs.
     """
     if x.dtype == jnp.float32:
         return jax.nn.gelu(x, approximate=False)
@@ -26,10 +26,10 @@ def _gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return (0.5 * wide * (1.0 + jax.lax.erf(wide * np.float32(0.5**0.5)))).astype(x.dtype)
 
 
-# rms: scaled, cast, weighted (Llama); rms_float32: weighted before the cast (OLMo 2);
-# rms_plus_one: weighted by one more than the stored weight, before the cast (Gemma);
-# layer: centred too, with a bias (GPT-2); layer_weight: without one (Cohere);
-# layer_bare: nothing is learned (OLMo).
+# rms: scaled, cast, then weighted (Llama); rms_float32: weighted before the cast (OLMo 2);
+# rms_plus_one: weighted by the stored weight plus one, before the cast (Gemma);
+# layer: also centred, with weight and bias (GPT-2); layer_weight: without a bias (Cohere);
+# layer_bare: without weight or bias (OLMo).
 NORMS = ("rms", "rms_float32", "rms_plus_one", "layer", "layer_weight", "layer_bare")
 _ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -39,9 +39,9 @@ _ACTIVATIONS = {
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
-# On a CPU, XLA adds up 512 float32 terms one after the other, torch 384. After one large term, such
-# as the first token of a context has, every further term rounds at that term's size. Summing runs
-# of at most this many terms, and adding the sums at the end, is as close to float64 as torch is
+# On a CPU, XLA adds up 512 float32 terms in sequence, torch 384. After one large term, such as the
+# first token of a context has, every further addition rounds at that term's magnitude. Summing runs
+# of at most this many terms, and then the sums, is as close to float64 as torch is
 # (docs/exactness.md has the cost and the error of other lengths).
 _RUN = 384
 FLOAT8 = jnp.float8_e4m3fn
@@ -50,7 +50,7 @@ _HAS_FLOAT8 = 8.9  # the compute capability of the first GPUs that multiply it
 
 
 class Float8Weight(NamedTuple):
-    """A matrix in float8; each output channel has its scale."""
+    """A float8 matrix with a scale for each output channel."""
 
     values: Float[Array, "*cycles out in"]
     scale: Float[Array, "*cycles out"]
@@ -69,14 +69,13 @@ def norm(
     *,
     rotated: bool = False,
 ) -> Float[Array, "*tokens width"]:
-    """`rotated`: `rotate` follows."""
+    """Normalise the last axis. `rotated`: whether `rotate` follows."""
     wide = x.astype(jnp.float32)
     if kind.startswith("layer"):
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     size = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     if rotated:
-        # On a GPU, the kernel that rotates then also divides, instead of one more that reads and
-        # writes everything.
+        # On a GPU, this lets the kernel that rotates also divide, which saves a pass over memory.
         apart = {"cuda": jax.lax.optimization_barrier}
         size = jax.lax.platform_dependent(size, **apart, default=lambda size: size)
     wide = wide * size
@@ -105,7 +104,7 @@ def linear(
 
 
 def product(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Array:
-    """An einsum over the last axis of both; in float32 on a CPU, summed in short runs."""
+    """Return an einsum over the last axis of both; in float32 on a CPU, sum in short runs."""
     whole = partial(jnp.einsum, equation)
     if x.dtype != jnp.float32 or x.shape[-1] <= _RUN:
         return whole(x, weight)
@@ -115,10 +114,10 @@ def product(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) 
 def to_float8(
     x: Float[Array, "*lead width"],
 ) -> tuple[Float[Array, "*lead width"], Float[Array, "*lead"]]:
-    """Round to float8; the largest value of each last axis becomes float8's largest."""
+    """Return float8 values and their scales; each row's largest value becomes float8's largest."""
     wide = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=-1)
-    # Not so small that a device flushes it to zero.
+    # A smaller scale could be flushed to zero.
     smallest = float(np.finfo(np.float32).tiny)
     scale = jnp.where(largest > 0, jnp.maximum(largest / _FLOAT8_MAX, smallest), 1.0)
     return (wide / scale[..., None]).astype(FLOAT8), scale
@@ -127,9 +126,9 @@ def to_float8(
 def _float8_product(
     x: Float[Array, "*tokens in"], weight: Float8Weight
 ) -> Float[Array, "*tokens out"]:
-    """Multiply float8 by float8; each token has its scale, too.
+    """Multiply float8 by float8, with a scale for each token and each output channel.
 
-    Where there is no such instruction, the same numbers are multiplied in float32.
+    Devices without such an instruction multiply the same numbers in float32.
     """
     ways = {"cuda": _by_tensor_cores} if gpu_capability() >= _HAS_FLOAT8 else {}
     values, scale = to_float8(x)
@@ -147,7 +146,7 @@ def _in_float32(x: Float[Array, "*tokens in"], weight: Float[Array, "out in"]) -
 
 
 def gpu_capability() -> float:
-    """The compute capability of this process's NVIDIA GPU, such as 9.0; 0 without one."""
+    """Return the compute capability of this process's NVIDIA GPU, such as 9.0; 0 without one."""
     given = str(getattr(jax.local_devices()[0], "compute_capability", ""))
     return float(given) if given.replace(".", "", 1).isdigit() else 0.0  # other makers have names
 
@@ -164,7 +163,7 @@ def _in_runs(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."])
 def rotary_angles(
     positions: Int[Array, "rows seq"], frequencies: np.ndarray, amplitude: float
 ) -> tuple[Float[Array, "rows seq 1 half"], Float[Array, "rows seq 1 half"]]:
-    """cos and sin for every token, in float32; computed once and used by every block."""
+    """Return cos and sin for every token, in float32; every block uses them."""
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None]
     return jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
 
@@ -195,7 +194,7 @@ def activate(
     name: str,
     limit: float | None,
 ) -> Float[Array, "*tokens mlp"]:
-    """The output of the MLP's inner layer, gated if there is a gate."""
+    """Return the activations of an MLP's inner layer, multiplied by the gate if there is one."""
     if gate is None:
         return _ACTIVATIONS[name](up)
     if limit is not None:
@@ -207,7 +206,7 @@ def activate(
 def xielu(
     x: Float[Array, "*tokens mlp"], up: Float[Array, "1"], down: Float[Array, "1"]
 ) -> Float[Array, "*tokens mlp"]:
-    """xIELU (arXiv:2411.13010), whose two bends are learned; below zero it stays above -1e-6."""
+    """Return xIELU (arXiv:2411.13010), whose two slopes are learned; clamped at -1e-6 as in HF."""
     up, down = (_per_channel(jax.nn.softplus(bend), x) for bend in (up, down))
     half = jnp.asarray(0.5, x.dtype)
     below = jnp.expm1(jnp.minimum(x, jnp.asarray(-1e-6, x.dtype))) - x

@@ -23,14 +23,14 @@ class TopLatents(NamedTuple):
 
 
 def device_arrays(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
-    """Cast arrays as a device keeps them: the matrix in the model's dtype, the rest in float32."""
+    """Cast arrays for the device: the matrix to the model's dtype, the rest to float32."""
     return {n: a.astype(jnp.dtype(dtype)) if n == "W_enc" else a for n, a in arrays.items()}
 
 
 def top_latents(
     arrays: Arrays, rows: Shaped[Array, "rows ..."], *, encoder: SparseEncoder
 ) -> TopLatents:
-    """Encode rows of any float dtype, some at a time: the latents of all rows are too many."""
+    """Encode rows of any float dtype, a few at a time, since all latents would fill the memory."""
     sae = encoder.sae
     product = partial(jnp.dot, preferred_element_type=jnp.float32)
 

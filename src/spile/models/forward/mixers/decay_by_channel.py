@@ -1,10 +1,10 @@
-"""The gated delta rule by chunks, where each dimension of a key decays by a factor of its own.
+"""The gated delta rule by chunks, where each dimension of a key has its own decay.
 
 The product of two tokens' keys then needs the decay of every channel from one token to the other
-(arXiv:2510.26692). It is split at a border between them: into a factor of the earlier token, until
-there, and one of the later token, from there on. So it is a matrix product of all tokens before a
-border with all after it. Every factor is at most one: those until a place that is the same for all
-pairs of a chunk could be too large for float32.
+(arXiv:2510.26692). That decay is split at a border between the two tokens: one factor from the
+earlier token to the border, and one from the border to the later token. So all products across a
+border are one matrix product. Every factor is at most one. (With one border for a whole chunk, some
+factors could overflow float32.)
 """
 
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
@@ -29,7 +29,7 @@ Heads = Float[Array, "rows seq heads dim"]
 
 
 class Sums(NamedTuple):
-    """Of the logarithms of decay up to each token, in two parts; and the token's document."""
+    """Sums of log-decay up to each token, in two parts; and the token's document."""
 
     coarse: Float[Array, "rows chunks heads size dim"]
     fine: Float[Array, "rows chunks heads size dim"]
@@ -46,7 +46,7 @@ def chunked(
     *,
     size: int,
 ) -> Heads:
-    """What queries read, by chunks of `size` tokens; the others are those of `recurrent`.
+    """Return what queries read, computed by chunks of `size` tokens; arguments as in `recurrent`.
 
     In the einsums: r rows, n chunks, h heads, t and j tokens of a chunk, k and v the dimensions of
     keys and values.
@@ -61,7 +61,7 @@ def chunked(
     by_key, by_query = _products(jnp.stack([k, q]), k, sums)
     solved = inverse_of_unit_lower(by_key * strength[..., None]) * strength[..., None, :]
     since = jnp.where(continues(places)[:, :, None, :, None], jnp.exp(coarse + fine), 0.0)
-    # What each token writes, if the chunk began with no state; and what it writes less for each
+    # What each token writes if the chunk starts with an empty state, and the correction for each
     # value in the state at the chunk's start.
     fresh = jnp.einsum("rnhtj,rnhjv->rnhtv", solved, v)
     known = jnp.einsum("rnhtj,rnhjk->rnhtk", solved, since * k)
@@ -82,7 +82,7 @@ def chunked(
 
 
 def _decay(of: Sums, until: Sums) -> Array:
-    """The factor by which each channel decays from some tokens to others; 0 between documents."""
+    """Return each channel's decay from some tokens to others; 0 between documents."""
     apart = until.coarse - of.coarse + (until.fine - of.fine)
     return jnp.exp(jnp.where(until.places == of.places, apart, -jnp.inf))
 
@@ -92,16 +92,16 @@ def _products(
     k: Float[Array, "rows chunks heads size dim"],
     sums: Sums,
 ) -> Float[Array, "2 rows chunks heads size size"]:
-    """Of each token with its key, and with the keys of those before it, which decay until then.
+    """Return each token's products with its own key and with earlier keys, decayed until then.
 
-    From blocks of one token on: two neighbours, and the products of the second one's tokens with
-    the first one's, make a block of twice the size.
+    The matrix is built from blocks, at first of one token: two neighbouring blocks, and the
+    products of the second's tokens with the first's keys, make a block of twice the size.
     """
     blocks, width = jnp.sum(x * k[None], axis=-1)[..., None, None], 1
     while width < k.shape[-2]:
 
         def half(a: Array, which: int, width: int = width) -> Array:
-            """[..., size, dim] -> every other block of so many tokens, [..., pairs, width, dim]."""
+            """[..., size, dim] -> every other block of `width` tokens: [..., pairs, width, dim]."""
             return a.reshape(*a.shape[:-2], -1, 2, width, a.shape[-1])[..., which, :, :]
 
         first, second = (Sums(*(half(each, which) for each in sums)) for which in (0, 1))

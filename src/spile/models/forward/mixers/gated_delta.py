@@ -1,15 +1,15 @@
 """The gated delta rule: each head keeps a matrix that maps keys to values, and forgets.
 
-At every token a head's state decays by a factor, then the value that it has under the token's key
-is replaced, in part, by the token's own; the token's query reads from the result. Queries, keys and
-values come from a short convolution. State and convolution begin anew with every document. Each
-dimension of a key may decay by a factor of its own (`decay_by_channel`).
+At every token, a head's state decays by a factor. Then the value that the state holds under the
+token's key is replaced, in part, by the token's own value, and the token's query reads from the
+result. Queries, keys and values come from a short convolution. State and convolution restart with
+every document. Each dimension of a key may have its own decay (`decay_by_channel`).
 
-`recurrent` is that definition, token by token. `chunked` is what runs: it gives the same values by
-matrix products over chunks of tokens, and only the chunks one after another. Both compute in
-float32. Within a chunk, what each token writes depends on what the earlier ones wrote: a triangular
-system, whose inverse is built from the inverses of its halves. (Its power series, which would take
-fewer steps, loses all digits where keys are alike.)
+`recurrent` is that definition, token by token. `chunked` is what runs: it computes the same values
+by matrix products within chunks of tokens, and only the chunks run in sequence. Both compute in
+float32. Within a chunk, what each token writes depends on what the earlier ones wrote. This is a
+triangular system, whose inverse is built from the inverses of its halves. (Its power series would
+take fewer steps, but loses all precision if keys are similar.)
 """
 
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
@@ -54,7 +54,7 @@ Kept = Float[Array, "rows seq heads *channels"]
 
 
 class Read(NamedTuple):
-    """What queries read, and, if it was asked for, the size of the states that they read."""
+    """What queries read, and, if requested, the norms of the states that they read."""
 
     values: Values
     state_norms: Scalars | None
@@ -72,7 +72,7 @@ def gated_delta(
 ) -> tuple[Hidden, dict[str, Array]]:
     """Mix tokens; return the mixer's output, and the values that can be tapped inside.
 
-    `state_norms`: those of the states are among them.
+    `state_norms`: whether these include the norms of the states.
     """
     delta = arch.delta
     assert delta
@@ -98,7 +98,7 @@ def gated_delta(
 
 
 def _split(convolved: Channels, delta: GatedDelta) -> tuple[Keys, Keys, Values]:
-    """Queries, keys and values, by head, in float32; queries and keys have the length one."""
+    """Return queries, keys and values by head, in float32; queries and keys are normalised."""
     width = delta.key_heads * delta.key_dim
     q, k, v = jnp.split(convolved.astype(jnp.float32), (width, 2 * width), axis=-1)
     lead = convolved.shape[:2]
@@ -108,13 +108,13 @@ def _split(convolved: Channels, delta: GatedDelta) -> tuple[Keys, Keys, Values]:
 
 
 def _projected(x: Hidden, block: Block, name: str) -> Channels:
-    """What decay or gate are made of, by way of fewer dimensions where the block has those."""
+    """Project to the inputs of decay or gate, through a low rank if the block has one."""
     narrow = f"wd{name}n"
     return linear(linear(x, block[narrow]) if narrow in block else x, block[f"wd{name}"])
 
 
 def _strengths(x: Hidden, block: Block, delta: GatedDelta) -> tuple[Scalars, Kept]:
-    """How much each token writes, and the logarithm of what the state keeps, in float32."""
+    """Return how much each token writes, and the state's log-decay, in float32."""
     written = jax.nn.sigmoid(linear(x, block["wdb"]))
     written = written * jnp.asarray(delta.most_written, written.dtype)
     bias = block["decay_bias"].astype(jnp.float32)[None, None]
@@ -128,27 +128,27 @@ def _strengths(x: Hidden, block: Block, delta: GatedDelta) -> tuple[Scalars, Kep
 def _rule(delta: GatedDelta, state_norms: bool) -> Callable[..., Read]:
     if not delta.by_channel:
         return partial(chunked, state_norms=state_norms)
-    # By chunks, norms come from products of keys, and those are sums over channels already.
+    # `chunked` gets norms from products of keys, which sum over channels and so lose their decays.
     if state_norms:
         return recurrent
     return lambda *given: Read(decay_by_channel.chunked(*given, size=CHUNK), None)
 
 
 def _by_heads(shards: Shards | None, rule: Callable[..., Read]) -> Callable[..., Read]:
-    """The rule; on a mesh, each device applies it to its rows and its heads."""
+    """Return the rule; on a mesh, each device applies it to its rows and its heads."""
     if shards is None:
         return rule
     heads = P(ROWS, None, shards.model_axis("delta_heads"))
-    # One spec for both parts of `Read`; where there are no norms, it is for nothing.
+    # One spec serves both parts of `Read`; it is unused if there are no norms.
     return shards.each(rule, (heads,) * 5 + (P(ROWS),), heads)
 
 
 def recurrent(q: Keys, k: Keys, v: Values, written: Scalars, kept: Kept, segments: Places) -> Read:
-    """The definition: one token after another.
+    """Compute the rule by definition, token by token.
 
     Args:
-        written: how much of the value under its key a token replaces.
-        kept: the logarithm of the factor by which a state decays, or each of its channels.
+        written: the share of the value under its key that a token replaces.
+        kept: the log-decay of a state, or of each of its channels.
     """
     rows, _, heads, dim = v.shape
     kept = kept.reshape(*kept.shape[:3], -1)
@@ -180,7 +180,7 @@ def chunked(
     *,
     state_norms: bool = False,
 ) -> Read:
-    """The same by chunks of tokens; the arguments are those of `recurrent`.
+    """Compute the same by chunks of tokens; arguments as in `recurrent`.
 
     In the einsums: r rows, n chunks, g key heads, h value heads of each, t and j tokens of a chunk,
     k and v the dimensions of keys and values.
@@ -205,7 +205,7 @@ def chunked(
     strength = jnp.moveaxis(written, 2, -1)
     inverse = inverse_of_unit_lower(by_key * between * strength[..., None])
     solved = inverse * strength[..., None, :]
-    # What each token writes, if the chunk began with no state; and what it writes less for each
+    # What each token writes if the chunk starts with an empty state, and the correction for each
     # value in the state at the chunk's start.
     fresh = jnp.einsum("rnghtj,rnjghv->rnghtv", solved, v)
     known = jnp.einsum("rnghtj,rnghj,rnjgk->rnghtk", solved, since, k)
@@ -233,11 +233,11 @@ def chunked(
 def _state_norms(
     k: Array, by_key: Array, between: Array, since: Array, wrote: Array, state: Array
 ) -> Float[Array, "rows chunks groups heads chunk"]:
-    """The norm of the state after each token, without the states, which are too large to hold.
+    """Return the norm of the state after each token, without the states, which are too large.
 
-    A state has two parts: what is left of the state before the chunk, and the products of the keys
-    and values that were written since. The square of its norm is the sum of three terms: the square
-    of each part, and twice the product of both.
+    A state is a sum of two parts: the decayed state from before the chunk, and the products of keys
+    and values written since. So the square of its norm has three terms: the square of each part,
+    and twice their inner product.
     """
     exact = partial(jnp.einsum, precision=_EXACT)
     first = jnp.sum(state * state, axis=(-1, -2))[..., None]

@@ -1,9 +1,9 @@
 """Queries, keys and values of latent attention (arXiv:2405.04434), head by head.
 
 Keys and values of all heads are projected from one small normalised vector, the latent; queries may
-have one of their own. The last dimensions of each key are the same in all heads, and come from the
-stream itself: they alone are rotated. Everything after that is softmax attention as usual, but that
-a head's values may be narrower than its keys.
+have their own latent. The last dimensions of each key are the same in all heads and come from the
+stream itself; only these are rotated. The rest is the usual softmax attention, except that a head's
+values may be narrower than its keys.
 """
 
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
@@ -23,7 +23,7 @@ Angles = Float[Array, "rows seq 1 half"]
 
 
 def latent_heads(x: Hidden, block: Block, arch: Arch, at: At) -> dict[str, Array]:
-    """Queries, keys and values before the rotation, and the latent; by site."""
+    """Return queries, keys and values before rotation, and the latent, by site."""
     latent = arch.latent
     assert latent
 

@@ -1,6 +1,6 @@
-"""What mixers share that read their document token by token: convolutions, chunks and decay.
+"""Convolutions, chunks and decay, which all recurrent mixers share.
 
-All of it begins anew with every document of a row.
+All of them restart with every document of a row.
 """
 
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from spile.models.forward.ops import activate
 
-_STEP = 2.0**-6  # a chunk's sum of multiples has no rounding error up to 2^18
+_STEP = 2.0**-6  # sums of multiples of this are exact in float32, up to 2^18
 
 Places = Int[Array, "rows seq"]
 InChunks = Int[Array, "rows chunks size"]
@@ -28,7 +28,7 @@ def convolution(
     segments: Places,
     activation: str | None,
 ) -> Channels:
-    """Weigh each channel's last tokens, of the same document; then the activation, if any."""
+    """Convolve each channel over the last tokens of the document; then activate, if asked."""
     weights = kernel[:, 0].astype(jnp.float32)
     width = weights.shape[1]
     total = jnp.zeros(x.shape, jnp.float32)
@@ -43,13 +43,13 @@ def convolution(
 
 
 def shifted(x: Array, by: int, fill: int = 0) -> Array:
-    """The value `by` tokens ago."""
+    """Return the value `by` tokens earlier."""
     pads = ((0, 0), (by, 0), *[(0, 0)] * (x.ndim - 2))
     return jnp.pad(x, pads, constant_values=fill)[:, : x.shape[1]]
 
 
 def in_chunks(a: Array, fill: int = 0, *, size: int) -> Array:
-    """[rows, seq, ...] -> [rows, chunks, size, ...]; the last chunk is filled up."""
+    """[rows, seq, ...] -> [rows, chunks, size, ...]; the last chunk is padded with `fill`."""
     pads = ((0, 0), (0, -a.shape[1] % size), *[(0, 0)] * (a.ndim - 2))
     padded = jnp.pad(a, pads, constant_values=fill)
     return padded.reshape(a.shape[0], -1, size, *a.shape[2:])
@@ -67,12 +67,12 @@ def decays(
     Float[Array, "rows chunks groups heads size size"],
     Float[Array, "rows chunks groups heads size"],
 ]:
-    """Decay between two tokens of a chunk; and since the chunk's start, of what was before it.
+    """Return the decay between any two tokens of a chunk, and from the chunk's start to each token.
 
-    Zero across the border of a document.
+    Both are zero across the border of a document.
 
     Args:
-        kept: the logarithm of the factor by which each token lets a state decay.
+        kept: the log-decay at each token.
         places: the document of each token.
     """
     coarse, fine = summed(kept, places)
@@ -84,10 +84,10 @@ def decays(
 def summed(
     kept: Float[Array, "rows chunks size groups heads"], places: InChunks
 ) -> tuple[Float[Array, "rows chunks groups heads size"], ...]:
-    """The sum of logarithms up to each token, in its document and its chunk, in two parts.
+    """Return the sum of log-decay up to each token, in its document and its chunk, in two parts.
 
-    Decay is the difference of two sums, which may be large where it is not. The first part is of
-    multiples of a step, which are exact; the second of the rest.
+    A decay is the difference of two sums, which may be much larger than it. To stay exact, the
+    first part sums multiples of a step, without rounding errors; the second sums the remainders.
     """
     seen, steps = _seen(places).astype(jnp.float32), jnp.round(kept / _STEP) * _STEP
     return tuple(
@@ -97,21 +97,21 @@ def summed(
 
 
 def _seen(places: InChunks) -> Bool[Array, "rows chunks size size"]:
-    """Whether a token is after another one, in the same document."""
+    """Return whether a token sees another: itself and earlier tokens of its document."""
     return jnp.tril(places[..., :, None] == places[..., None, :])
 
 
 def continues(places: InChunks) -> Bool[Array, "rows chunks size"]:
-    """Whether a token's document began before its chunk."""
+    """Return whether a token's document began before its chunk."""
     before = jnp.pad(places[:, :-1, -1], ((0, 0), (1, 0)), constant_values=-1)
     return places == before[..., None]
 
 
 def inverse_of_unit_lower(lower: Float[Array, "*lead size size"]) -> Array:
-    """The inverse of the identity plus the strictly lower part of a matrix, whose size is 2^n.
+    """Return the inverse of the identity plus the strictly lower part of a matrix of size 2^n.
 
-    The blocks on the diagonal are inverted first: those of one element are their own inverse. Two
-    neighbours and what is below the first then make one block of twice the size.
+    It starts from the diagonal blocks of one element, which are their own inverse. Two neighbouring
+    blocks, and the block below the first, then make one block of twice the size.
     """
     lead, size = lower.shape[:-2], lower.shape[-1]
     exact = partial(jnp.einsum, "...ij,...jk->...ik", precision=Precision.HIGHEST)

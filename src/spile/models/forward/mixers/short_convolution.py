@@ -1,6 +1,6 @@
-"""The gated short convolution: tokens read from the few before them, in the same document.
+"""The gated short convolution: each token reads from a few before it, in the same document.
 
-One projection opens what is convolved, channel by channel; another what comes out of it.
+One projection gates the input of the convolution, channel by channel; another gates its output.
 """
 
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.

@@ -1,13 +1,13 @@
 """The state space of Mamba-2: each head keeps a matrix that maps keys to values, and forgets.
 
-At every token a head's state decays, and the token's value is added to it under the token's key,
-both by the length of a step that the token chooses; the token's query reads from the result. Heads
-of a group share keys and queries. (The field calls the values x, the keys B, the queries C, the
-steps dt.) Values, keys and queries come from a short convolution. State and convolution begin anew
-with every document.
+At every token, a head's state decays, the token's value is added to it under the token's key, and
+the token's query reads from the result. The token's step size scales both decay and value. Heads of
+a group share keys and queries. (The literature calls the values x, the keys B, the queries C, the
+step sizes dt.) Values, keys and queries come from a short convolution. State and convolution
+restart with every document.
 
-`recurrent` is that definition, token by token. `chunked` is what runs: it gives the same values by
-matrix products over chunks of tokens, and only the chunks one after another. Both compute in
+`recurrent` is that definition, token by token. `chunked` is what runs: it computes the same values
+by matrix products within chunks of tokens, and only the chunks run in sequence. Both compute in
 float32.
 """
 
@@ -86,7 +86,7 @@ def _per_head(values: Float[Array, " heads"]) -> Float[Array, "1 1 heads"]:
 def _split(
     convolved: Float[Array, "rows seq channels"], space: StateSpace
 ) -> tuple[Values, Keys, Keys]:
-    """Values, by head, and keys and queries, by group, in float32."""
+    """Return values by head, and keys and queries by group, in float32."""
     ends = (space.inner, space.inner + space.groups * space.state)
     x, b, c = jnp.split(convolved.astype(jnp.float32), ends, axis=-1)
     lead = convolved.shape[:2]
@@ -95,7 +95,7 @@ def _split(
 
 
 def _gated(read: Values, gate: Values, block: Block, space: StateSpace, dtype: jnp.dtype) -> Values:
-    """What was read, multiplied by its gate and normalised, in either order."""
+    """Multiply the values read by their gate and normalise them, in either order."""
     if space.norm is None:
         return (read * gate).astype(dtype)
     wide = read * gate if space.norm == "gated" else read
@@ -106,7 +106,7 @@ def _gated(read: Values, gate: Values, block: Block, space: StateSpace, dtype: j
 
 
 def _by_heads(shards: Shards | None) -> Callable[..., Values]:
-    """The rule; on a mesh, each device applies it to its rows and its heads."""
+    """Return the rule; on a mesh, each device applies it to its rows and its heads."""
     if shards is None:
         return chunked
     heads, groups = (P(ROWS, None, shards.model_axis(axis)) for axis in ("ssm_heads", "ssm_groups"))
@@ -114,11 +114,11 @@ def _by_heads(shards: Shards | None) -> Callable[..., Values]:
 
 
 def recurrent(q: Keys, k: Keys, v: Values, kept: Scalars, segments: Places) -> Values:
-    """The definition: one token after another.
+    """Compute the rule by definition, token by token.
 
     Args:
         v: what each token adds to the state under its key.
-        kept: the logarithm of the factor by which a state decays.
+        kept: the log-decay of the state.
     """
     rows, _, heads, dim = v.shape
     q, k = (jnp.repeat(a, heads // a.shape[2], axis=2) for a in (q, k))
@@ -138,7 +138,7 @@ def recurrent(q: Keys, k: Keys, v: Values, kept: Scalars, segments: Places) -> V
 
 
 def chunked(q: Keys, k: Keys, v: Values, kept: Scalars, segments: Places) -> Values:
-    """The same by chunks of tokens; the arguments are those of `recurrent`.
+    """Compute the same by chunks of tokens; arguments as in `recurrent`.
 
     In the einsums: r rows, n chunks, g groups, h heads of each, t and j tokens of a chunk, k and v
     the dimensions of keys and values.
