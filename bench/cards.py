@@ -18,7 +18,7 @@ from spile.models.config.hf_config import read_config
 from spile.models.layout import ONE_DEVICE
 from spile.models.taps import parse_taps
 from spile.plan.chips import CHIPS
-from spile.plan.residency import choose_residency
+from spile.plan.residency import Machine, choose_residency
 from spile.plan.roofline import MEMORY_SHARE, Workload, sweet_spot
 
 CONFIGS = Path(__file__).parents[1] / "tests" / "fixtures" / "configs"
@@ -62,8 +62,8 @@ def main() -> None:
             told: dict[str, list[str]] = {}
             for host in HOSTS.get(card, (128, 512)):
                 found = choose_residency(
-                    step, (enough, fitting), Runtime(), "gpu", int(memory),
-                    chip=chip, most_rows=4_000_000 // options.seq_len, host_memory=host * 10**9,
+                    step, (enough, fitting), Runtime(), Machine("gpu", int(memory), chip),
+                    most_rows=4_000_000 // options.seq_len, host_memory=host * 10**9,
                 )  # fmt: skip
                 one = step(1)
                 computing = one.flops / chip.sustained * found.sweep_rows

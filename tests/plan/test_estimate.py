@@ -20,6 +20,7 @@ from spile.dataset.records.unit_table import UnitColumns
 from spile.objects import open_objects
 from spile.plan.estimate import batch_rows, estimate, refuse_if_too_large
 from spile.plan.job import ExtractionJob
+from spile.plan.residency import Machine
 from spile.plan.resolve import resolve
 from spile.plan.survey import survey
 from support import tiny
@@ -35,7 +36,7 @@ def make_job(model: Path, corpus: Path, out: Path, **fields: Any) -> ExtractionJ
 
 def test_the_estimate_meets_the_outcome(model: Path, corpus: Path, tmp_path: Path) -> None:
     job = make_job(model, corpus, tmp_path / "out")
-    cost = estimate(job, Runtime(), "cpu", done=set(), free_bytes=None)
+    cost = estimate(job, Runtime(), Machine("cpu"), done=set(), free_bytes=None)
     outcome = spile.extract(
         Recipe(model=str(model), corpus=str(corpus), taps="resid_post:all,logits", seq_len=64),
         str(tmp_path / "out"),
@@ -71,7 +72,7 @@ def test_the_estimate_of_filtered_rows_meets_the_outcome(
         model=str(model), corpus=str(corpus), taps="q:0,attn_pattern:0", seq_len=64, **fields
     )
     job = resolve(recipe, Ledger(open_objects(str(tmp_path / "out"))), "cpu")
-    cost = estimate(job, Runtime(), "cpu", done=set(), free_bytes=None)
+    cost = estimate(job, Runtime(), Machine("cpu"), done=set(), free_bytes=None)
     outcome = spile.extract(recipe, str(tmp_path / "out"))
     assert outcome.rows < cost.tokens
     assert abs(cost.rows - outcome.rows) <= 0.1 * outcome.rows
@@ -121,10 +122,10 @@ def test_extract_expects_as_many_tokens_and_rows_as_plan_counts(
     job = make_job(model, corpus, tmp_path / "out", unit_tokens=5000, **fields)
     ledger = Ledger(open_objects(str(tmp_path / "out")))
     counted = estimate(
-        job, Runtime(), "cpu", done=set(), free_bytes=None,
+        job, Runtime(), Machine("cpu"), done=set(), free_bytes=None,
         found=survey(job, ledger, Runtime(), exact=True),
     )  # fmt: skip
-    predicted = estimate(job, Runtime(), "cpu", done=set(), free_bytes=None)
+    predicted = estimate(job, Runtime(), Machine("cpu"), done=set(), free_bytes=None)
     all_of_it = {"text_documents": fields.get("text_documents"), "unit_tokens": 5000}
     everything = make_job(model, corpus, tmp_path / "out", **all_of_it)
     assert counted.tokens < 0.8 * sum(unit.tokens for unit in everything.units), "most is cut"
@@ -140,7 +141,8 @@ def test_only_rows_that_are_kept_are_counted(model: Path, corpus: Path, tmp_path
     some = make_job(model, corpus, tmp_path / "out", where="pos % 4 == 0")
     assert some.table.kept == pytest.approx(0.25, abs=0.02)
     everything, part = (
-        estimate(job, Runtime(), "cpu", done=set(), free_bytes=None) for job in (whole, some)
+        estimate(job, Runtime(), Machine("cpu"), done=set(), free_bytes=None)
+        for job in (whole, some)
     )
     assert everything.rows == everything.tokens == part.tokens
     assert part.rows == int(part.tokens * some.table.kept)
@@ -154,7 +156,7 @@ def test_only_rows_that_are_kept_are_counted(model: Path, corpus: Path, tmp_path
     # A disk may be too small for all rows, and large enough for those that are kept.
     free = everything.total_bytes // 2
     for job, fits in ((whole, False), (some, True)):
-        cost = estimate(job, Runtime(), "cpu", done=set(), free_bytes=free)
+        cost = estimate(job, Runtime(), Machine("cpu"), done=set(), free_bytes=free)
         if fits:
             refuse_if_too_large(cost, "out")
         else:
@@ -167,7 +169,7 @@ def test_the_share_that_is_kept_is_that_of_the_documents_asked_for(
 ) -> None:
     job = make_job(model, corpus, tmp_path / "out", where="doc >= 4", max_docs=8)
     assert sum(unit.num_docs for unit in job.units) == 8
-    cost = estimate(job, Runtime(), "cpu", done=set(), free_bytes=None)
+    cost = estimate(job, Runtime(), Machine("cpu"), done=set(), free_bytes=None)
     texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
     assert cost.rows == pytest.approx(sum(len(text) + 1 for text in texts[4:8]), rel=0.1)
 
@@ -179,7 +181,7 @@ def test_a_sample_without_kept_rows_does_not_predict_an_empty_dataset(
     padded = json.dumps({"x": "." * 3000, "text": "a few words"})
     corpus.write_text(f"{padded}\n" * 200)
     job = make_job(model, corpus, tmp_path / "out", where="doc >= 150")  # beyond what is sampled
-    cost = estimate(job, Runtime(), "cpu", done=set(), free_bytes=10)
+    cost = estimate(job, Runtime(), Machine("cpu"), done=set(), free_bytes=10)
     assert cost.rows >= 50 * 12
     with pytest.raises(ConfigError, match="--ignore-space"):
         refuse_if_too_large(cost, "out")
@@ -193,7 +195,7 @@ def test_each_tap_counts_by_its_own_shape_and_dtype(
         seq_len=64, store_dtype="bfloat16",
     )  # fmt: skip
     job = resolve(recipe, Ledger(open_objects(str(tmp_path / "out"))), "cpu")
-    cost = estimate(job, Runtime(), "cpu", done=set(), free_bytes=None)
+    cost = estimate(job, Runtime(), Machine("cpu"), done=set(), free_bytes=None)
     per_row = {tap: size / cost.rows for tap, size in cost.bytes_per_tap.items()}
     assert per_row == {
         "embed": 32 * 2, "q.1": 4 * 8 * 2, "k.1": 2 * 8 * 2, "attn_pattern.0": 4 * 64 * 2,
@@ -204,7 +206,7 @@ def test_each_tap_counts_by_its_own_shape_and_dtype(
 def test_weights_are_counted_exactly(model: Path, corpus: Path, tmp_path: Path) -> None:
     job = make_job(model, corpus, tmp_path / "out")
     held = sum(info.stop - info.start for _, info in job.checkpoint.tensors.values())
-    cost = estimate(job, Runtime(), "cpu", done=set(), free_bytes=None)
+    cost = estimate(job, Runtime(), Machine("cpu"), done=set(), free_bytes=None)
     assert cost.weights_bytes == held
 
 
@@ -212,11 +214,11 @@ def test_a_disk_too_small_is_refused_and_what_is_done_counts(
     model: Path, corpus: Path, tmp_path: Path
 ) -> None:
     job = make_job(model, corpus, tmp_path / "out", unit_tokens=500)
-    fresh = estimate(job, Runtime(), "cpu", done=set(), free_bytes=10)
+    fresh = estimate(job, Runtime(), Machine("cpu"), done=set(), free_bytes=10)
     with pytest.raises(ConfigError, match="--ignore-space"):
         refuse_if_too_large(fresh, "out")
     everything = {unit.id for unit in job.units}
-    finished = estimate(job, Runtime(), "cpu", done=everything, free_bytes=10)
+    finished = estimate(job, Runtime(), Machine("cpu"), done=everything, free_bytes=10)
     refuse_if_too_large(finished, "out")
 
 
@@ -237,7 +239,7 @@ def test_a_step_is_halved_until_it_fits_the_device(
 
     def needed(rows: int) -> int:
         asked = Runtime(batch_tokens=rows * 64, weights="resident")
-        cost = estimate(job, asked, "gpu", done=set(), free_bytes=None, memory=1)
+        cost = estimate(job, asked, Machine("gpu", 1), done=set(), free_bytes=None)
         assert cost.batch_rows == rows, "what was asked for is not halved"
         return cost.device_bytes
 
@@ -248,7 +250,7 @@ def test_a_step_is_halved_until_it_fits_the_device(
         assert batch_rows(job, Runtime(), "gpu", just_enough) == rows
         assert batch_rows(job, Runtime(), "gpu", int(needed(larger) / 0.9) - 1) == rows
         assert batch_rows(job, Runtime(), "gpu", math.ceil(needed(larger) / 0.9)) == larger
-        cost = estimate(job, Runtime(), "gpu", done=set(), free_bytes=None, memory=just_enough)
+        cost = estimate(job, Runtime(), Machine("gpu", just_enough), done=set(), free_bytes=None)
         assert (cost.batch_rows, cost.memory) == (rows, just_enough)
         assert cost.device_bytes <= 0.9 * just_enough
     assert batch_rows(job, Runtime(), "gpu", 1) == 1, "there is no smaller one"
@@ -259,7 +261,7 @@ def test_weights_that_the_device_cannot_hold_are_refused(
 ) -> None:
     job = make_job(model, corpus, tmp_path / "out")
     for memory, fits in ((None, True), (10**9, True), (10_000, False)):
-        cost = estimate(job, Runtime(), "gpu", done=set(), free_bytes=None, memory=memory)
+        cost = estimate(job, Runtime(), Machine("gpu", memory), done=set(), free_bytes=None)
         if fits:
             refuse_if_too_large(cost, "out")
             continue
@@ -280,7 +282,7 @@ def test_every_stored_form_is_priced_as_it_turns_out(
     taps = "embed,logprob" if dtype == "float8_e4m3" else "embed"
     recipe = Recipe(model=str(model), corpus=str(corpus), taps=taps, seq_len=64, max_docs=10)
     job = resolve(recipe, Ledger(open_objects(str(tmp_path / "other"))), "cpu")
-    priced = estimate(job, Runtime(), "cpu", done=set(), free_bytes=None)
+    priced = estimate(job, Runtime(), Machine("cpu"), done=set(), free_bytes=None)
     out = tmp_path / "out"
     outcome = spile.extract(dataclasses.replace(recipe, store_dtype=dtype), str(out))
     same = outcome.estimate

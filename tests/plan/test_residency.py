@@ -3,8 +3,8 @@
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,8 +14,9 @@ from spile.models.config.specs import block_specs
 from spile.models.layout import ONE_DEVICE
 from spile.models.taps import parse_taps
 from spile.plan import residency
-from spile.plan.chips import CHIPS
+from spile.plan.chips import CHIPS, Chip
 from spile.plan.residency import (
+    Machine,
     Residency,
     choose_residency,
     disk_rate,
@@ -37,9 +38,22 @@ def work(rows: int, name: str = "Llama-3.3-70B-Instruct") -> Workload:
     )  # fmt: skip
 
 
-def chosen(memory: int, host: int, kept: str = "auto", **more: Any) -> Residency:
-    given: dict[str, Any] = {"chip": CHIPS["h200"], "most_rows": 2000, "host_memory": host, **more}
-    return choose_residency(work, (8, 1), Runtime(weights=kept), "gpu", memory, **given)
+def chosen(
+    memory: int,
+    host: int,
+    kept: str = "auto",
+    most_rows: int = 2000,
+    chip: Chip = CHIPS["h200"],
+    step: Callable[[int], Workload] = work,
+) -> Residency:
+    return choose_residency(
+        step,
+        (8, 1),
+        Runtime(weights=kept),
+        Machine("gpu", memory, chip),
+        most_rows=most_rows,
+        host_memory=host,
+    )
 
 
 def test_a_model_that_fits_stays_on_the_device() -> None:
@@ -111,7 +125,7 @@ def test_a_small_device_gets_smaller_batches() -> None:
 
 def test_on_a_cpu_a_model_larger_than_memory_comes_from_disk() -> None:
     found = choose_residency(
-        work, (1, 1), Runtime(), "cpu", None, most_rows=10, host_memory=20 * GB
+        work, (1, 1), Runtime(), Machine("cpu"), most_rows=10, host_memory=20 * GB
     )
     assert set(found.kept) == {"resident", "disk"} and found.looks_up
     assert found.sweep_rows == found.batch_rows == 1
@@ -141,13 +155,8 @@ def packed_work(rows: int) -> Workload:
     return dataclasses.replace(plain, packed=small)
 
 
-def packed_chosen(memory: int, host: int) -> Residency:
-    given: dict[str, Any] = {"chip": CHIPS["h200"], "most_rows": 2000, "host_memory": host}
-    return choose_residency(packed_work, (8, 1), Runtime(), "gpu", memory, **given)
-
-
 def test_blocks_stay_packed_on_the_device_if_decoded_ones_do_not_fit() -> None:
-    found = packed_chosen(141 * GB, 500 * GB)
+    found = chosen(141 * GB, 500 * GB, step=packed_work)
     assert set(found.kept) == {"resident"} and found.streams
     assert found.block_bytes < packed_work(1).block_weights / 3
     assert str(found) == "of 36 blocks of 1.7 GB (packed), 36 on the device"
@@ -157,7 +166,7 @@ def test_blocks_stay_packed_on_the_device_if_decoded_ones_do_not_fit() -> None:
 
 
 def test_packed_blocks_are_counted_as_they_are_stored() -> None:
-    found = packed_chosen(40 * GB, 500 * GB)
+    found = chosen(40 * GB, 500 * GB, step=packed_work)
     counts = [found.count(where) for where in ("resident", "host", "disk")]
     assert counts[0] > 3 and counts[1] > 3 and not counts[2]
     assert found.host_bytes == counts[1] * found.block_bytes

@@ -16,6 +16,7 @@ from spile.objects import open_objects
 from spile.plan import survey as surveying
 from spile.plan.estimate import estimate
 from spile.plan.job import ExtractionJob
+from spile.plan.residency import Machine
 from spile.plan.resolve import resolve
 from spile.plan.survey import Counted, survey
 from support import tiny
@@ -44,7 +45,7 @@ def test_a_corpus_that_was_read_whole_is_known_to_the_last_byte(
 ) -> None:
     recipe, job, ledger = job_of(model, corpus, tmp_path / "out", **fields)
     found = survey(job, ledger, RUNTIME, exact=True)
-    cost = estimate(job, RUNTIME, "cpu", done=set(), free_bytes=None, found=found)
+    cost = estimate(job, RUNTIME, Machine("cpu"), done=set(), free_bytes=None, found=found)
     assert cost.exact and cost.tokens_error == 0
     made = spile.extract(recipe, str(tmp_path / "out"), RUNTIME)
     assert (cost.tokens, cost.rows, cost.total_bytes) == (made.tokens, made.rows, made.bytes)
@@ -56,7 +57,7 @@ def test_a_corpus_that_was_read_whole_is_known_to_the_last_byte(
     # What is done is counted by its records.
     found = survey(job, ledger, RUNTIME)
     cost = estimate(
-        job, RUNTIME, "cpu", done=ledger.done_units(), free_bytes=None, found=found
+        job, RUNTIME, Machine("cpu"), done=ledger.done_units(), free_bytes=None, found=found
     )  # fmt: skip
     assert found.exact and (cost.tokens, cost.total_bytes) == (made.tokens, made.bytes)
     assert (cost.remaining_tokens, cost.remaining_bytes) == (0, 0)
@@ -66,7 +67,7 @@ def test_what_is_compressed_is_not_known_exactly(model: Path, corpus: Path, tmp_
     _, job, ledger = job_of(model, corpus, tmp_path / "out")
     runtime = Runtime(compress=True)
     found = survey(job, ledger, runtime, exact=True)
-    cost = estimate(job, runtime, "cpu", done=set(), free_bytes=None, found=found)
+    cost = estimate(job, runtime, Machine("cpu"), done=set(), free_bytes=None, found=found)
     assert cost.tokens_error == 0 and not cost.exact
 
 

@@ -16,6 +16,7 @@ from spile.metrics import Counters
 from spile.models.layout import ONE_DEVICE
 from spile.objects import open_objects
 from spile.plan.estimate import estimate
+from spile.plan.residency import Machine
 from spile.plan.resolve import resolve
 from spile.run.rehearsal import Rehearsal, rehearse, why_not
 from support import tiny
@@ -36,7 +37,7 @@ def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rehearsed(recipe: Recipe, out: Path, seconds: float) -> tuple[Rehearsal, Any]:
     ledger = Ledger(open_objects(str(out)))
     job = resolve(recipe, ledger, "cpu")
-    cost = estimate(job, RUNTIME, "cpu", done=set(), free_bytes=None)
+    cost = estimate(job, RUNTIME, Machine("cpu"), done=set(), free_bytes=None)
     assert why_not(job, cost) is None
     found = rehearse(job, RUNTIME, cost, ONE_DEVICE, seconds, out)
     assert found

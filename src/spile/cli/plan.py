@@ -80,12 +80,17 @@ def plan(arguments: argparse.Namespace) -> int:
     from spile.models.layout import devices_of
     from spile.objects import check_creates_once, is_bucket, open_objects
     from spile.plan.chips import chip_of
-    from spile.plan.estimate import estimate, planned_cuts, refuse_if_too_large
+    from spile.plan.estimate import (
+        estimate,
+        measure_throughput,
+        planned_cuts,
+        refuse_if_too_large,
+    )
     from spile.plan.passes import opened_for
     from spile.plan.prices import price_of
+    from spile.plan.residency import Machine
     from spile.plan.resolve import resolve
     from spile.plan.survey import survey
-    from spile.plan.throughput import measure_throughput
 
     options = given(arguments)
     recipe, runtime = build(options)
@@ -100,6 +105,7 @@ def plan(arguments: argparse.Namespace) -> int:
     processes = runtime.num_processes or (target.hosts if target else 1)
     memory = target.memory if target else _memory(platform)
     cuts = planned_cuts(job, runtime, platform, devices, memory, processes)
+    machine = Machine(platform, memory, chip_of(kind), processes, cuts)
     objects = ledger.objects
     if is_bucket(objects.url):
         check_creates_once(objects)
@@ -109,21 +115,17 @@ def plan(arguments: argparse.Namespace) -> int:
     cost = estimate(
         job,
         runtime,
-        platform,
+        machine,
         done=ledger.done_units(),
         free_bytes=objects.free_bytes(),
-        memory=memory,
-        cuts=cuts,
-        processes=processes,
         out=objects,
         found=found,
-        chip=chip_of(kind),
         price=price,
     )
     kernels = _kernels(job, runtime, platform, here=target is None)
     if not arguments.json:
         _print_rows([*counted_rows(job.recipe.to_json(), cost), attention_row(kernels)])
-    pace = measure_throughput(job, runtime, platform, cuts, chip_of(kind))
+    pace = measure_throughput(job, runtime, machine)
     if not arguments.json:
         _print_rows(pace.rows())
     if target:

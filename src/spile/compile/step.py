@@ -43,7 +43,13 @@ from spile.models.splices import Splice
 from spile.models.taps import parse_taps
 from spile.plan.encoders import stored_taps
 from spile.plan.estimate import row_quantum
-from spile.plan.residency import Residency, choose_residency, may_stream, streamed_bytes
+from spile.plan.residency import (
+    Machine,
+    Residency,
+    choose_residency,
+    may_stream,
+    streamed_bytes,
+)
 from spile.plan.roofline import MEMORY_SHARE, Roofline, Workload, sweet_spot
 from spile.run.step.resident import Step
 from spile.run.step.sweep import Sweep
@@ -178,11 +184,8 @@ class Question:
             lambda rows: dataclasses.replace(work, rows=rows * groups),
             (enough, work.rows // groups),
             self.runtime,
-            self.target.platform,
-            memory,
+            Machine(self.target.platform, memory, self.target.chip, self.target.hosts),
             most_rows=_UNIT_TOKENS // work.seq_len,
-            chip=self.target.chip,
-            processes=self.target.hosts,
             host_memory=sys.maxsize,
         )
 

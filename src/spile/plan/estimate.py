@@ -1,8 +1,11 @@
-"""Cost of a job before it runs: documents, tokens, bytes, memory, dollars. No jax."""
+"""Cost of a job before it runs: documents, tokens, bytes, memory, dollars, rates. No jax."""
 
 import logging
 import math
+import os
+import time
 from collections.abc import Collection, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -20,12 +23,17 @@ from spile.models.config.specs import axis_sizes
 from spile.models.layout import ONE_DEVICE, Cuts, Layout, fitting_layout, parse_layout
 from spile.models.splices import FUNCTION
 from spile.objects import Objects
-from spile.plan.chips import Chip
 from spile.plan.encoders import stored_taps
-from spile.plan.job import ExtractionJob
+from spile.plan.job import ExtractionJob, prepare_documents
 from spile.plan.prices import BEATS_AN_HOUR, Price, Requests, requests_of
-from spile.plan.residency import Residency, choose_residency, may_stream, streamed_bytes
-from spile.plan.roofline import MEMORY_SHARE, Workload, sweet_spot
+from spile.plan.residency import (
+    Machine,
+    Residency,
+    choose_residency,
+    may_stream,
+    streamed_bytes,
+)
+from spile.plan.roofline import MEMORY_SHARE, Roofline, Workload, sweet_spot
 from spile.plan.survey import Counted, Survey
 
 _log = logging.getLogger("spile.plan")
@@ -97,29 +105,19 @@ def batch_rows(
     return rows
 
 
-def planned_residency(
-    job: ExtractionJob,
-    runtime: Runtime,
-    platform: str,
-    memory: int | None,
-    cuts: Cuts = ONE_DEVICE,
-    chip: Chip | None = None,
-    processes: int = 1,
-) -> Residency:
+def _planned_residency(job: ExtractionJob, runtime: Runtime, machine: Machine) -> Residency:
     """Return where a job's blocks are kept, and how many rows pass them at once."""
+    platform, cuts = machine.platform, machine.cuts
     largest = int(job.table.units.tokens.max())
     return choose_residency(
         lambda rows: step_of(job, rows, platform, cuts),
         (
             batch_rows(job, runtime, platform, None, cuts),
-            batch_rows(job, runtime, platform, memory, cuts),
+            batch_rows(job, runtime, platform, machine.memory, cuts),
         ),
         runtime,
-        platform,
-        memory,
+        machine,
         most_rows=-(-largest // job.recipe.seq_len // cuts.layout.groups),
-        chip=chip,
-        processes=processes,
         files=job.checkpoint.files,
     )
 
@@ -180,43 +178,26 @@ def row_quantum(layout: Layout, processes: int) -> int:
 def estimate(
     job: ExtractionJob,
     runtime: Runtime,
-    platform: str,
+    machine: Machine,
     *,
     done: set[int],
     free_bytes: int | None,
-    memory: int | None = None,
-    cuts: Cuts = ONE_DEVICE,
-    processes: int = 1,
     out: Objects | None = None,
     found: Survey | None = None,
-    chip: Chip | None = None,
     price: Price | None = None,
 ) -> Estimate:
     """Estimate the cost of a job.
 
     Args:
-        memory: bytes of each device, if known.
         out: where the dataset goes; sets the size of shards, and how many wait in memory.
         found: counts of the corpus; without them the unit table's estimates are used.
-        chip: the kind of device, if known.
         price: the prices of the bucket where the dataset goes.
     """
-    recipe, table = job.recipe, job.table.taps
-    per_row = sum(info.row_bytes for info in table.values())
+    recipe, table, platform = job.recipe, job.table.taps, machine.platform
     total, left = (found.total, found.left) if found else _by_table(job, done)
     tokens, kept_rows, overhead = round(total.tokens), int(total.rows), round(total.beside)
-    residency = planned_residency(job, runtime, platform, memory, cuts, chip, processes)
-    rows = residency.sweep_rows
-    quantum = row_quantum(cuts.layout, processes)
-    together = -(-rows * cuts.layout.groups // quantum) * quantum
-    asked = (runtime.batch_tokens or 0) // recipe.seq_len * cuts.layout.groups
-    if asked % quantum:
-        raise ConfigError(
-            f"--batch-tokens {runtime.batch_tokens} makes {asked} rows, which {processes} "
-            f"processes cannot share evenly; choose a multiple of "
-            f"{quantum // cuts.layout.groups * recipe.seq_len}"
-        )
-    taps = together * recipe.seq_len * per_row // processes
+    residency = _planned_residency(job, runtime, machine)
+    together = _rows_together(job, runtime, machine, residency)
     each = job.table.row_bytes
     unwritten = int(left.rows * each + left.beside)
     whole = kept_rows * each + overhead
@@ -225,14 +206,7 @@ def estimate(
     waiting = 0
     if out and out.most_streamed and not runtime.spool:
         waiting = shard * (len(table) + out.most_closing)
-    in_flight = 2 * runtime.queue_depth + 1
-    work = step_of(job, residency.batch_rows, platform, cuts)
-    held, needed = work.weights, work.device_bytes
-    if residency.streams:
-        looks_up, swept = residency.looks_up, residency.streams_on_device * recipe.seq_len
-        held = work.outer_weights(embedding=not looks_up)
-        held += residency.on_device * work.packed_block
-        needed = streamed_bytes(work, residency.count("resident"), swept, looks_up=looks_up)
+    held, needed = _device_bytes(job, machine, residency)
     return Estimate(
         documents=int(job.table.units.num_docs.sum()),
         tokens=tokens,
@@ -246,14 +220,12 @@ def estimate(
         remaining_bytes=min(unwritten, runtime.max_bytes or unwritten),
         free_bytes=free_bytes,
         batch_rows=together,
-        mesh=str(cuts.layout),
+        mesh=str(machine.cuts.layout),
         residency=residency,
         weights_bytes=held,
         device_bytes=needed,
-        memory=memory,
-        # Three units at once: one is packed, one computes, one is committed.
-        host_bytes=in_flight * taps
-        + 3 * 64 * int(job.table.units.tokens.max())
+        memory=machine.memory,
+        host_bytes=_pipeline_bytes(job, runtime, together // machine.processes)
         + waiting
         + residency.host_bytes,
         bytes_by_dtype={
@@ -272,6 +244,42 @@ def estimate(
         flops=tokens / recipe.seq_len * step_of(job, 1, platform, ONE_DEVICE).flops,
         exact=found is not None and found.exact and not runtime.compress,
     )
+
+
+def _rows_together(
+    job: ExtractionJob, runtime: Runtime, machine: Machine, residency: Residency
+) -> int:
+    """Return the rows of a step or sweep, which groups of devices and processes must share."""
+    groups, seq_len = machine.cuts.layout.groups, job.recipe.seq_len
+    quantum = row_quantum(machine.cuts.layout, machine.processes)
+    asked = (runtime.batch_tokens or 0) // seq_len * groups
+    if asked % quantum:
+        raise ConfigError(
+            f"--batch-tokens {runtime.batch_tokens} makes {asked} rows, which "
+            f"{machine.processes} processes cannot share evenly; choose a multiple of "
+            f"{quantum // groups * seq_len}"
+        )
+    return -(-residency.sweep_rows * groups // quantum) * quantum
+
+
+def _device_bytes(job: ExtractionJob, machine: Machine, residency: Residency) -> tuple[int, int]:
+    """Return the bytes of the weights on each device, and of everything there."""
+    work = step_of(job, residency.batch_rows, machine.platform, machine.cuts)
+    if not residency.streams:
+        return work.weights, work.device_bytes
+    looks_up, swept = residency.looks_up, residency.streams_on_device * job.recipe.seq_len
+    held = work.outer_weights(embedding=not looks_up) + residency.on_device * work.packed_block
+    resident = residency.count("resident")
+    return held, streamed_bytes(work, resident, swept, looks_up=looks_up)
+
+
+def _pipeline_bytes(job: ExtractionJob, runtime: Runtime, rows: int) -> int:
+    """Return the bytes that a process holds in its queues, of `rows` rows in a step."""
+    per_row = sum(info.row_bytes for info in job.table.taps.values())
+    in_flight = 2 * runtime.queue_depth + 1
+    # Three units at once: one is packed, one computes, one is committed.
+    units = 3 * 64 * int(job.table.units.tokens.max())
+    return in_flight * rows * job.recipe.seq_len * per_row + units
 
 
 def _rows_left(job: ExtractionJob, done: set[int], left: Counted) -> Ints:
@@ -320,6 +328,50 @@ def _warnings(job: ExtractionJob, platform: str) -> Iterator[str]:
             f"{tap.site} takes {each:,} bytes per row and tap, {each / stream:.0f} times a "
             f"residual stream's: {tap.kind.advice}"
         )
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Rates in tokens per second."""
+
+    text_rate_per_core: float | None  # of reading, tokenizing and packing; measured on a sample
+    device_rate: float | None  # upper bound over all devices; None for unknown chips
+    cores: int  # of this machine
+
+    @property
+    def cores_needed(self) -> float | None:
+        """Cores needed so that the devices never wait for text."""
+        if not self.text_rate_per_core or not self.device_rate:
+            return None
+        return self.device_rate / self.text_rate_per_core
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Labels and values for display."""
+        if not self.text_rate_per_core:
+            return []
+        shown = [("text to tokens", f"{self.text_rate_per_core:,.0f} tok/s a core")]
+        if self.device_rate and self.cores_needed:
+            need = f"{self.cores_needed:.1f} cores (of {self.cores} here)"
+            shown.append(("  the devices need", f"{need} at {self.device_rate:,.0f} tok/s"))
+        return shown
+
+
+def measure_throughput(job: ExtractionJob, runtime: Runtime, machine: Machine) -> Throughput:
+    """Measure the text rate on the corpus's head, in CPU seconds; compute the devices' rate."""
+    with closing(job.reader()) as reader:
+        documents, _ = reader.sample(0)
+        prepare_documents(job.recipe, job.tokenizer, documents)  # warm up: start threads, compile
+        began = time.process_time()
+        documents, _ = reader.sample(0)
+        packed = prepare_documents(job.recipe, job.tokenizer, documents).packed
+        spent = time.process_time() - began
+    rate = None
+    if machine.chip and job.recipe.compute_dtype == "bfloat16":
+        platform, cuts = machine.platform, machine.cuts
+        work = step_of(job, batch_rows(job, runtime, platform, None, cuts), platform, cuts)
+        rate = work.tokens / Roofline.of(work, 0.0, machine.chip).seconds
+    measured = packed.num_tokens / spent if packed.num_tokens and spent else None
+    return Throughput(measured, rate, os.cpu_count() or 1)
 
 
 def refuse_if_too_large(cost: Estimate, where: str) -> None:

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from spile.core.config import Runtime
 from spile.core.errors import ConfigError
 from spile.core.humanize import size
 from spile.core.system import available_memory
+from spile.models.layout import ONE_DEVICE, Cuts
 from spile.plan.chips import Chip
 from spile.plan.roofline import MEMORY_SHARE, Workload
 
@@ -35,6 +36,17 @@ _MOST_SWEPT = 4 << 20  # tokens
 # If the host keeps the streams, those of four batches are on the device: one leaves, one is
 # computed from another, and one arrives.
 _FETCHED = 4
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices of a run, as far as its plan knows them."""
+
+    platform: str
+    memory: int | None = None  # bytes of each device
+    chip: Chip | None = None
+    processes: int = 1
+    cuts: Cuts = ONE_DEVICE  # how the model is laid out on the devices
 
 
 @dataclass(frozen=True)
@@ -132,12 +144,9 @@ def choose_residency(
     step: Callable[[int], Workload],
     rows: tuple[int, int],
     runtime: Runtime,
-    platform: str,
-    memory: int | None,
+    machine: Machine,
     *,
     most_rows: int,
-    chip: Chip | None = None,
-    processes: int = 1,
     host_memory: int | None = None,
     files: Sequence[Any] = (),
 ) -> Residency:
@@ -146,17 +155,17 @@ def choose_residency(
     Args:
         step: returns the workload of a step with a given number of rows.
         rows: the rows of a step that is large enough, and of one that fits beside the whole model.
-        memory: bytes of each device, if known.
         most_rows: the most rows of a sweep: those of the largest unit.
-        chip: the kind of device, if known.
         host_memory: free bytes of the host; by default, of this machine.
         files: the files of the weights; their rate is measured if blocks are read from there.
     """
     enough, fitting = rows
     wanted, work = runtime.weights, step(fitting)
     free = (available_memory() or 0) if host_memory is None else host_memory
+    platform, memory, processes = machine.platform, machine.memory, machine.processes
     if memory is None and platform == "cpu":
         memory = free
+        machine = replace(machine, memory=free)
     fits = not memory or work.device_bytes <= MEMORY_SHARE * memory
     if wanted == "resident" or (wanted == "auto" and (fits or not may_stream(runtime, processes))):
         return all_resident(work, fitting)
@@ -178,7 +187,7 @@ def choose_residency(
         kept = _spread(work, memory or 0, on_host)
     from_files = platform != "cpu" and "disk" in kept
     disk = min(_BLOCK_RATE, disk_rate(files)) if from_files else _DISK_RATE
-    return _sized(work, enough, kept, platform, memory, chip, most_rows, disk, free)
+    return _sized(work, enough, kept, machine, most_rows, disk, free)
 
 
 def _too_large(work: Workload, rows: int, memory: int) -> bool:
@@ -206,17 +215,16 @@ def _sized(
     work: Workload,
     rows: int,
     kept: tuple[str, ...],
-    platform: str,
-    memory: int | None,
-    chip: Chip | None,
+    machine: Machine,
     most_rows: int,
     disk: float,
     host_memory: int,
 ) -> Residency:
     """Choose the sweep's length so that copies hide behind compute, as far as memory allows."""
     streamed = [where for where in kept if where != "resident"]
-    if platform == "cpu":
+    if machine.platform == "cpu":
         return Residency(kept, rows, rows, work.packed_block, disk, 1.0, looks_up=True)
+    chip, memory = machine.chip, machine.memory
     link = chip.host_link if chip else _LINK_RATE
     copying = sum(work.packed_block / (link if w == "host" else disk) for w in streamed)
     per_row = work.flops / rows / (chip.sustained if chip else _FLOPS)

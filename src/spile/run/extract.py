@@ -54,6 +54,7 @@ from spile.plan.estimate import (
 )
 from spile.plan.job import ExtractionJob
 from spile.plan.passes import opened_for
+from spile.plan.residency import Machine
 from spile.plan.resolve import resolve, store_table
 from spile.run.pipeline.display import in_notebook, progress
 from spile.run.pipeline.profile import Profile, ProfiledStep, host_span
@@ -181,14 +182,16 @@ class Extraction(RunContext):
         cost = estimate(
             job,
             runtime,
-            device.platform,
+            Machine(
+                device.platform,
+                memory_limit(device),
+                chip_of(device.device_kind),
+                world.processes,
+                cuts,
+            ),
             done=ledger.done_units(),
             free_bytes=ledger.objects.free_bytes(),
-            memory=memory_limit(device),
-            cuts=cuts,
-            processes=world.processes,
             out=ledger.objects,
-            chip=chip_of(device.device_kind),
         )
         if not runtime.ignore_space:
             refuse_if_too_large(cost, ledger.objects.url)

@@ -49,7 +49,7 @@ from spile.models.forward.weights import (
 from spile.models.layout import ONE_DEVICE, Cuts, parse_layout
 from spile.models.sites import SPLICED
 from spile.models.taps import Tap, computed_as, parse_taps
-from spile.plan.residency import Residency, choose_residency
+from spile.plan.residency import Machine, Residency, choose_residency
 from spile.plan.roofline import Workload
 from spile.run.world.devices import memory_limit, prepared_device
 
@@ -129,8 +129,7 @@ class Model:
             lambda rows: replace(work, rows=rows),
             (1, 1),
             Runtime(weights=weights),
-            self._device.platform,
-            memory_limit(self._device),
+            Machine(self._device.platform, memory_limit(self._device)),
             most_rows=1,
         )
 

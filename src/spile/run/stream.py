@@ -38,6 +38,7 @@ from spile.objects import MemoryObjects
 from spile.plan.chips import chip_of
 from spile.plan.estimate import estimate, planned_cuts
 from spile.plan.job import PreparedUnit
+from spile.plan.residency import Machine
 from spile.plan.resolve import resolve, store_table
 from spile.run.extract import steps_of
 from spile.run.pipeline.nonfinite import by_stored_name, nonfinite_error
@@ -110,12 +111,9 @@ def stream(
     cost = estimate(
         job,
         runtime,
-        device.platform,
+        Machine(device.platform, limit, chip_of(device.device_kind), cuts=cuts),
         done=set(),
         free_bytes=None,
-        memory=limit,
-        cuts=cuts,
-        chip=chip_of(device.device_kind),
     )
     job = store_table(job, ledger)
     batches = steps_of(cost, cuts, device)

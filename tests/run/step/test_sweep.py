@@ -194,8 +194,6 @@ def test_processes_that_are_joined_do_not_stream() -> None:
             lambda rows: cast(Any, SimpleNamespace(device_bytes=0)),
             (1, 1),
             Runtime(weights="disk"),
-            "gpu",
-            None,
+            residency.Machine("gpu", processes=2),
             most_rows=1,
-            processes=2,
         )

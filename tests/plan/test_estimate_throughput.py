@@ -7,11 +7,11 @@ import pytest
 from chaos.harness import Work, run
 from spile.core.config import Recipe, Runtime
 from spile.dataset.records.ledger import Ledger
-from spile.models.layout import ONE_DEVICE
 from spile.objects import MemoryObjects
 from spile.plan.chips import CHIPS
+from spile.plan.estimate import Throughput, measure_throughput
+from spile.plan.residency import Machine
 from spile.plan.resolve import resolve
-from spile.plan.throughput import Throughput, measure_throughput
 from support import tiny
 
 
@@ -24,10 +24,10 @@ def test_the_rate_of_text_is_measured_and_that_of_known_chips_computed(
         compute_dtype=dtype,
     )  # fmt: skip
     job = resolve(recipe, Ledger(MemoryObjects("memory://pace")), "gpu")
-    found = measure_throughput(job, Runtime(), "gpu", ONE_DEVICE, CHIPS["h200"])
+    found = measure_throughput(job, Runtime(), Machine("gpu", chip=CHIPS["h200"]))
     assert found.text_rate_per_core and found.text_rate_per_core > 1000
     assert (found.device_rate is None) == (dtype == "float32"), "nothing is known of that"
-    assert measure_throughput(job, Runtime(), "cpu", ONE_DEVICE, None).device_rate is None
+    assert measure_throughput(job, Runtime(), Machine("cpu")).device_rate is None
 
 
 def test_the_cores_that_devices_need_are_shown() -> None:
