@@ -270,13 +270,25 @@ def test_every_tap_agrees_with_hf(name: str, tmp_path: Path, pytestconfig: pytes
     assert_agrees(run(checkpoint, without_pattern(taps)), truth)
 
 
-@pytest.mark.parametrize("name", some(SUPPORTED, "gemma2-gqa"))
+ATTENTION_FREE = ("mamba2", "mamba2-plain")
+ATTENDING = [name for name in SUPPORTED if name not in ATTENTION_FREE]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ATTENTION_FREE)
+def test_a_model_of_state_spaces_alone_has_no_attention(name: str) -> None:
+    _, _, arch = architecture(SUPPORTED[name])
+    assert not sites(all_taps(arch), "attn_pattern", "z")
+
+
+@pytest.mark.parametrize("name", some(ATTENDING, "gemma2-gqa"))
 def test_attention_weights_agree_with_hf_and_mix_the_values(
     name: str, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     """A cap, windows in every other block, sinks; where they are tapped, they mix the values."""
     model, checkpoint = saved(SUPPORTED[name], tmp_path)
     taps = sites(all_taps(checkpoint.arch), "attn_pattern", "z")
+    assert any(tap.site == "attn_pattern" for tap in taps)
     if not pytestconfig.getoption("--chaos-full"):
         taps = tuple(tap for tap in taps if tap.layer in (0, 1))
     assert_agrees(run(checkpoint, taps, masked), truth_of(model, "attn_pattern", "z"))
@@ -487,18 +499,15 @@ def test_only_what_is_tapped_is_loaded_and_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_blocks_of_several_kinds_may_end_anywhere(
-    tmp_path: Path, pytestconfig: pytest.Config
-) -> None:
-    """Six kinds in turn and two more blocks: within the period, at its end, beyond it."""
-    _, checkpoint = saved(SUPPORTED["gemma3-gqa"], tmp_path)
+def test_blocks_of_several_kinds_may_end_anywhere(tmp_path: Path) -> None:
+    """Two periods of six blocks and two more: within a period, at its end, beyond it."""
+    _, checkpoint = saved(SUPPORTED["gemma3-gqa"], tmp_path, num_hidden_layers=14)
     arch = checkpoint.arch
-    assert (arch.period, arch.num_layers) == (6, 8)
+    assert (arch.period, arch.num_layers) == (6, 14)
     full = run(checkpoint, sites(all_taps(arch), "resid_post", "attn_out"), masked)
-    everywhere = pytestconfig.getoption("--chaos-full")
-    ends = [Tap("resid_post", depth - 1) for depth in (range(1, 9) if everywhere else (2, 6, 7))]
+    ends = [Tap("resid_post", depth - 1) for depth in (1, 2, 5, 6, 7, 9, 12, 13, 14)]
     # These leave a block unfinished.
-    ends += [Tap("attn_out", depth - 1) for depth in ((1, 6, 7, 8) if everywhere else (6, 8))]
+    ends += [Tap("attn_out", depth - 1) for depth in (1, 6, 7, 12, 13, 14)]
     for deepest in ends:
         taps = (Tap("attn_out", (deepest.layer or 0) // 2), deepest)
         for tap, values in run(checkpoint, tuple(dict.fromkeys(taps)), masked).items():
