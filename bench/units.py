@@ -49,7 +49,7 @@ from spile.dataset.records.unit_table import UnitColumns
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import LocalObjects, LocalStream
 from spile.plan.estimate import Budget
-from spile.run.pipeline.units import StorePicker
+from spile.run.pipeline.pickers import StorePicker
 
 ROWS, WIDTH, TAP = 256, 8, "resid_post.0"  # one block of rows for each unit
 REAL = 4000

@@ -47,7 +47,7 @@ CREATED, PRECONDITION, CONFLICT, ERROR = "created", "412", "409", "error"
 FUNCTIONS = (
     "spile.run.extract:Extraction.extract",
     "spile.run.extract:outcome_of",
-    "spile.run.pipeline.units:StorePicker.take",
+    "spile.run.pipeline.pickers:StorePicker.take",
     "spile.plan.estimate:Budget.allows",
     "spile.plan.estimate:Budget.leaves_out",
     "spile.dataset.write.unit_writer:UnitWriter.write",

@@ -1,4 +1,4 @@
-"""A run's frame: how it takes signals, and how it cuts units into steps."""
+"""A run's frame: how it takes signals."""
 
 import signal
 import threading
@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from spile.models.layout import ONE_DEVICE
 from spile.run import extract as running
-from spile.run.extract import steps_of, stop_on_signal
+from spile.run.extract import stop_on_signal
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -58,10 +57,3 @@ def test_signals_are_the_main_threads_own() -> None:
     thread.start()
     thread.join()
     assert seen == [before]
-
-
-@pytest.mark.parametrize(("platform", "fewest"), [("cpu", 16), ("gpu", 2), ("tpu", 2)])
-def test_a_last_step_may_be_smaller_where_compiling_it_pays(platform: str, fewest: int) -> None:
-    cost: Any = SimpleNamespace(batch_rows=16, residency=SimpleNamespace(streams=False))
-    cut = steps_of(cost, ONE_DEVICE, SimpleNamespace(platform=platform))
-    assert (cut.keywords["rows"], cut.keywords["fewest"]) == (16, fewest)  # type: ignore[attr-defined]

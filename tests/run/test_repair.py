@@ -48,7 +48,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     begin = Sink.begin
 
     def counted(self: Sink, prepared: Any) -> None:
-        units.append(prepared.unit.id)
+        units.append(prepared.unit)
         begin(self, prepared)
 
     monkeypatch.setattr(Sink, "begin", counted)

@@ -42,7 +42,7 @@ from spile.objects.bucket import BucketObjects
 from spile.plan.estimate import Budget
 from spile.run import extract as extraction
 from spile.run.pipeline import worker as pipeline
-from spile.run.pipeline.units import StorePicker, UnitShare
+from spile.run.pipeline.pickers import StorePicker, UnitShare
 from spile.run.pipeline.worker import Worker
 from spile.run.world.world import RunContext, SingleWorld
 from support import stored

@@ -39,7 +39,7 @@ from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects.bucket import BucketObjects
 from spile.objects.memory import MemoryObjects
 from spile.plan.estimate import Budget
-from spile.run.pipeline.units import StorePicker, UnitShare
+from spile.run.pipeline.pickers import StorePicker, UnitShare
 
 URL, TAP, ROWS, WIDTH = "s3://simulated/dataset", "resid_post.0", 8, 4
 _HELD = 2  # units of one worker: the one that computes and the next one, as in `run.pipeline`

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from spile.dataset.records.ledger import Prediction
     from spile.metrics import Counters
     from spile.run.extract import Outcome
+    from spile.run.pipeline.pickers import Place
     from spile.run.pipeline.profile import Traced
-    from spile.run.world.rank import Rank
 
 _EXTRACT_HELP = """\
 Run a model over a corpus and keep the activations of the tapped places as a dataset.
@@ -94,34 +94,30 @@ def given(arguments: argparse.Namespace) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Extraction:
-    """The options of a run, and this process's rank."""
+    """The options of a run, and this process's place in it."""
 
     recipe: Recipe
     runtime: Runtime
     ray: RayOptions
     out: str
-    rank: "Rank | None"
+    place: "Place"
 
 
 def _extraction(arguments: argparse.Namespace) -> _Extraction:
     """Parse the options; from now on, log lines name this process's share and rank."""
-    from spile.run.pipeline.units import find_share
-    from spile.run.world.rank import find_rank
+    from spile.run.pipeline.pickers import Place, find_place
 
     options = given(arguments)
     recipe, runtime = build(options)
     ray = RayOptions(**{name: options[name] for name in RayOptions.names() if name in options})
     if "out" not in options:
         raise ConfigError("--out is missing: where should the dataset go?")
-    rank = share = None
-    if ray.engine == "local":
-        rank, share = find_rank(runtime, os.environ), find_share(runtime, os.environ)
-    who = ", ".join([f"share {share}"] * bool(share) + [str(rank)] * bool(rank))
-    if who:
+    place = find_place(runtime, os.environ) if ray.engine == "local" else Place()
+    if who := str(place):
         told = formatter(as_json=getattr(arguments, "log_json", False), who=who)
         for handler in logging.getLogger().handlers:
             handler.setFormatter(told)
-    return _Extraction(recipe, runtime, ray, options["out"], rank)
+    return _Extraction(recipe, runtime, ray, options["out"], place)
 
 
 def extract(arguments: argparse.Namespace) -> int:
@@ -130,7 +126,7 @@ def extract(arguments: argparse.Namespace) -> int:
     from spile.run.world.child import accompany, is_child
 
     asked = _extraction(arguments)
-    rank, out = asked.rank, asked.out
+    rank, out = asked.place.rank, asked.out
     if rank:
         if not is_child():
             from spile.objects import open_objects
@@ -144,9 +140,11 @@ def extract(arguments: argparse.Namespace) -> int:
 
         make = partial(ray_pool.extract, options=asked.ray)
     else:
+        from spile.run.extract import RunOptions
         from spile.run.extract import extract as local
 
-        make = partial(local, at_second_signal=_leave_at_once)
+        options = RunOptions(place=asked.place, at_second_signal=_leave_at_once)
+        make = partial(local, options=options)
 
     counters = Counters()
     quiet = arguments.quiet or (arguments.json and not arguments.log_json)
@@ -179,7 +177,8 @@ def _restart(asked: _Extraction) -> None:
     for name in ("model", "corpus", "taps"):
         if getattr(asked.recipe, name) is None:
             raise ConfigError(f"--restart forgets the stored recipe: --{name} is missing")
-    discard_empty(open_objects(asked.out), asked.rank.coordinator if asked.rank else None)
+    rank = asked.place.rank
+    discard_empty(open_objects(asked.out), rank.coordinator if rank else None)
 
 
 def _leave_at_once() -> None:
@@ -323,4 +322,4 @@ def supervise(arguments: argparse.Namespace) -> int:
     asked = _extraction(parsed)
     drives = asked.ray.engine == "ray"
     objects = open_objects(asked.out)
-    return Supervisor(command, asked.rank, objects, patience, drives=drives).run()
+    return Supervisor(command, asked.place.rank, objects, patience, drives=drives).run()

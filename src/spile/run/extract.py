@@ -1,8 +1,5 @@
 """Extract one dataset from start to finish, in this process or together with joined ones."""
 
-# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
-# pyright: standard
-
 import logging
 import os
 import platform as host_platform
@@ -11,7 +8,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -28,8 +25,6 @@ from spile.core.errors import ConfigError, InputError, Interrupted, StoreError
 from spile.core.humanize import plural, size
 from spile.core.recipe import latent_names
 from spile.core.threads import cancellation, cancelled_by, mapped
-from spile.corpus.pack import Batch, PackedUnit
-from spile.corpus.tokenize import use_threads
 from spile.dataset.codec.shard import read_tensors
 from spile.dataset.codec.statistics import TapStats
 from spile.dataset.records.columns import read_columns
@@ -39,31 +34,24 @@ from spile.dataset.records.passes import live_passes
 from spile.metrics import Counters, MetricsRun, Reporter, open_backends, parse_backends
 from spile.metrics.values import memory_counts
 from spile.models.forward.decoder import needs_whole_block
-from spile.models.layout import Cuts
 from spile.objects import Spool, check_creates_once, is_bucket, open_objects
 from spile.objects.protocol import COUNTED
-from spile.plan.chips import chip_of
-from spile.plan.estimate import (
-    Budget,
-    Estimate,
-    estimate,
-    planned_cuts,
-    refuse_if_too_large,
-    row_quantum,
-    step_of,
-)
+from spile.plan.estimate import Budget, Estimate, refuse_if_too_large, step_of
 from spile.plan.job import ExtractionJob
 from spile.plan.passes import opened_for
-from spile.plan.residency import Machine
-from spile.plan.resolve import resolve, store_table
+from spile.run.assembly import Assembly
 from spile.run.pipeline.display import in_notebook, progress
+from spile.run.pipeline.pickers import Picker, Place, StorePicker, UnitShare, find_place
 from spile.run.pipeline.profile import Profile, ProfiledStep, host_span
 from spile.run.pipeline.progress import reporting
-from spile.run.pipeline.units import Picker, StorePicker, UnitShare, find_share
-from spile.run.pipeline.worker import Worker
-from spile.run.step.load import load_step
-from spile.run.world.devices import memory_limit, memory_used, peak_flops, prepared_device
-from spile.run.world.rank import find_rank
+from spile.run.world.devices import (
+    local_devices,
+    memory_limit,
+    memory_used,
+    peak_flops,
+    prepared_device,
+    process_count,
+)
 from spile.run.world.world import RunContext, SingleWorld, compare, join
 
 _log = logging.getLogger("spile.run")
@@ -100,6 +88,23 @@ class Outcome:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How Spile's own commands run an extraction differently from `spile.extract`.
+
+    Attributes:
+        place: this process's rank and share, if they were found before.
+        at_second_signal: called instead of raising `KeyboardInterrupt` at a second SIGINT.
+        pick: makes the picker that chooses the next unit, instead of the store.
+        ledger: the records of `out`, if some of them are to be replaced (`run/repair.py`).
+    """
+
+    place: Place | None = None
+    at_second_signal: Callable[[], None] | None = None
+    pick: Callable[[ExtractionJob, Presence], Picker] | None = None
+    ledger: Ledger | None = None
+
+
 def extract(
     recipe: Recipe,
     out: str,
@@ -108,9 +113,7 @@ def extract(
     counters: Counters | None = None,
     on_start: Callable[[ExtractionJob, Estimate], None] | None = None,
     stop: threading.Event | None = None,
-    at_second_signal: Callable[[], None] | None = None,
-    pick: Callable[[ExtractionJob, Presence], Picker] | None = None,
-    ledger: Ledger | None = None,
+    options: RunOptions | None = None,
 ) -> Outcome:
     """Make the dataset, or continue it; return when every unit is done, or `max_bytes` are written.
 
@@ -118,24 +121,25 @@ def extract(
 
     SIGINT, SIGTERM or setting `stop` ends it cleanly, with `Interrupted`. Where processes are
     joined (`run/world/rank.py`), each of them calls this, and an error in one is raised in all.
-    `at_second_signal`: called instead of raising `KeyboardInterrupt` at a second SIGINT.
-    `pick`: makes the picker that chooses the next unit, instead of the store. `ledger`: the records
-    of `out`, if some of them are to be replaced (`run/repair.py`).
+    `options` is for Spile's own commands.
     """
+    options = options or RunOptions()
     runtime = runtime or Runtime()
     parse_backends(runtime.metrics)  # refuse unknown backends before doing anything
     if runtime.profile:
         Profile.parse(runtime.profile)
-    rank, share = find_rank(runtime, os.environ), find_share(runtime, os.environ)
-    runtime = replace(runtime, share=str(share) if share else None)
+    place = options.place or find_place(runtime, os.environ)
+    rank, share = place.rank, str(place.share) if place.share else None
+    runtime = replace(runtime, share=share)
     with (
-        stop_on_signal(stop or threading.Event(), at_second_signal) as stop,
+        stop_on_signal(stop or threading.Event(), options.at_second_signal) as stop,
         cancelled_by(stop),
         closing(Spool(Path(runtime.spool))) if runtime.spool else nullcontext() as spool,
     ):
-        recipe, ledger = opened_for(recipe, ledger or Ledger(open_objects(str(out), spool)))
+        ledger = options.ledger or Ledger(open_objects(str(out), spool))
+        recipe, ledger = opened_for(recipe, ledger)
         presence = Presence(ledger.objects, runtime.stale_after, ledger.layout)
-        presence.tell(**{"share": str(share)} if share else {})
+        presence.tell(**{"share": share} if share else {})
         world = SingleWorld()
         if rank:
             presence.tell(world={"coordinator": rank.coordinator, "process": rank.process})
@@ -144,7 +148,9 @@ def extract(
         shows_itself = in_notebook() and counters is None and on_start is None
         counters = counters or Counters()
         try:
-            run = Extraction(ledger, runtime, world, presence, counters, stop, share, pick)
+            run = Extraction(
+                ledger, runtime, world, presence, counters, stop, place.share, options.pick
+            )
             with progress(counters, quiet=not shows_itself) as shown:
                 outcome = run.extract(recipe, on_start or shown)
             world.close()
@@ -171,90 +177,58 @@ class Extraction(RunContext):
         self, recipe: Recipe, on_start: Callable[[ExtractionJob, Estimate], None] | None
     ) -> Outcome:
         runtime, world, ledger = self.runtime, self.world, self.ledger
-        use_threads(runtime.threads)
         device = prepared_device()
         compare(world, _started_with(recipe, runtime, ledger, device))
         if not world.leads:
             world.share("table", True)  # wait; the leader's table is then read from the store
             recipe = replace(recipe, more=None, add_corpus=None)
-        job = resolve(recipe, ledger, device.platform, cache=runtime.cache)
-        cuts = self._cuts(job, device)
-        cost = estimate(
-            job,
-            runtime,
-            Machine(
-                device.platform,
-                memory_limit(device),
-                chip_of(device.device_kind),
-                world.processes,
-                cuts,
-            ),
-            done=ledger.done_units(),
-            free_bytes=ledger.objects.free_bytes(),
-            out=ledger.objects,
-        )
+        parts = Assembly.of(self, recipe, device)
         if not runtime.ignore_space:
-            refuse_if_too_large(cost, ledger.objects.url)
+            refuse_if_too_large(parts.cost, ledger.objects.url)
         cancellation().check()
         if world.leads and is_bucket(ledger.objects.url) and ledger.read_table() is None:
             check_creates_once(ledger.objects)
-        job = store_table(job, ledger)
+        parts = parts.stored()
+        table, cost = parts.job.table, parts.cost
         world.share("table", True)
         if on_start:
-            on_start(job, cost)
-        if not world.share("complete", ledger.complete(job.table)):
-            if job.table.shuffled:
+            on_start(parts.job, cost)
+        if not world.share("complete", ledger.complete(table)):
+            if table.shuffled:
                 raise StoreError(
                     f"{ledger.objects.url}: rows of a shuffled dataset are missing; shuffle anew"
                 )
-            self.work(job, cost, cuts, device)
+            self.work(parts)
             if world.leads:
-                ledger.complete(job.table, patient=True)
+                ledger.complete(table, patient=True)
             world.share("committed", True)
-        if world.leads and job.table.generations:
-            _tell_passes_behind(ledger, job.table)
-        return outcome_of(ledger, job.table, cost, self.runtime)
+        if world.leads and table.generations:
+            _tell_passes_behind(ledger, table)
+        return outcome_of(ledger, table, cost, runtime)
 
-    def work(self, job: ExtractionJob, cost: Estimate, cuts: Cuts, device: Any) -> None:
+    def work(self, parts: Assembly) -> None:
         """Load the model, and do units as long as there are any."""
-        batches = steps_of(cost, cuts, device, self.world.processes)
-        step = load_step(
-            job,
-            self.ledger,
-            device,
-            batches,
-            cuts,
-            self.world,
-            residency=cost.residency,
-            attention=self.runtime.attention,
-            counters=self.counters,
-        )
+        job, device, cost = parts.job, parts.device, parts.cost
+        step = parts.load()
         cancellation().check()
         profile = Profile.parse(self.runtime.profile) if self.runtime.profile else None
         profiled = None
         if profile and self.world.leads:
             profiled = ProfiledStep(step, profile)
             self.counters.annotate = host_span
-        worker = Worker(
-            self,
-            job,
-            profiled or step,
-            batches,
-            self.pick(job, self.presence) if self.pick else self._from_store(job),
-            made_by=_made_by(device, cost),
-        )
-        metrics = self._reporter(job, cost, cuts, device)
+        picker = self.pick(job, self.presence) if self.pick else self._from_store(job)
+        worker = parts.worker(profiled or step, picker, made_by=_made_by(device, cost))
         predicts_for = device.device_kind if self.world.leads else None
         with (
             reporting(self.presence, self.counters, cost, predicts_for),
-            metrics,
+            self._reporter(parts),
             closing(profiled) if profiled else nullcontext(),
         ):
             worker.run()
 
-    def _reporter(self, job: ExtractionJob, cost: Estimate, cuts: Cuts, device: Any) -> Reporter:
+    def _reporter(self, parts: Assembly) -> Reporter:
         """The reporter of this process's metrics; without backends if it reports none."""
-        runtime, world = self.runtime, self.world
+        runtime, world, cost = self.runtime, self.world, parts.cost
         every = float(runtime.metrics_every)
         if not runtime.metrics or not (world.leads or runtime.metrics_from == "all"):
             return Reporter({}, self.counters, every)
@@ -266,9 +240,13 @@ class Extraction(RunContext):
         run = MetricsRun(
             name=runtime.run_name or ("spile" if last in ("", ".", "..") else last),
             worker="-".join(which),
-            config={**job.recipe.to_json(), **asdict(runtime), "device": device.device_kind},
+            config={
+                **parts.job.recipe.to_json(),
+                **asdict(runtime),
+                "device": parts.device.device_kind,
+            },
         )
-        self.counters.set(**_arithmetic(job, cost, cuts, device))
+        self.counters.set(**_arithmetic(parts))
         return Reporter(
             open_backends(parse_backends(runtime.metrics), run),
             self.counters,
@@ -280,14 +258,6 @@ class Extraction(RunContext):
     def _from_store(self, job: ExtractionJob) -> Picker:
         budget = Budget(job.table, self.ledger, self.runtime.max_bytes)
         return StorePicker(job, self.ledger, self.presence, budget, self.stop, self.share)
-
-    def _cuts(self, job: ExtractionJob, device: Any) -> Cuts:
-        runtime, world = self.runtime, self.world
-        devices, limit = jax.device_count(), memory_limit(device)
-        cuts = planned_cuts(job, runtime, device.platform, devices, limit, world.processes)
-        if devices > 1:
-            _log.info("%d devices (%s), mesh %s", devices, device.device_kind, cuts.layout)
-        return cuts
 
 
 @contextmanager
@@ -322,23 +292,6 @@ def stop_on_signal(
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def steps_of(
-    cost: Estimate, cuts: Cuts, device: Any, processes: int = 1
-) -> Callable[[PackedUnit], Iterator[Batch]]:
-    """Return a function that cuts a packed unit into steps."""
-    # A unit's last step may be smaller; on a CPU, compiling a smaller one would take longer.
-    fewest = cost.batch_rows if device.platform == "cpu" else max(1, cost.batch_rows // 8)
-    if cost.residency.streams:  # a sweep's programs are those of its batches
-        fewest = min(fewest, cost.residency.batch_rows * cuts.layout.groups)
-    return partial(
-        PackedUnit.batches,
-        rows=cost.batch_rows,
-        fewest=fewest,
-        parts=processes,
-        quantum=row_quantum(cuts.layout, processes),
-    )
 
 
 def _tell_passes_behind(ledger: Ledger, table: Table) -> None:
@@ -403,11 +356,10 @@ def _truncated_rows(ledger: Ledger, table: Table, manifest: Manifest | None) -> 
     names = [latent_names(tap)[0] for tap in table.recipe.encode]
     if not names:
         return {}
-    if manifest is not None and manifest.columns is not None:
+    if manifest is not None:
         parts = iter([read_columns(ledger.objects, manifest.columns)])
     else:
-        units = ledger.catalog(table, manifest) if manifest else ledger.catalog_so_far(table)
-        keys = [done.statistics.key for done in units]
+        keys = [done.statistics.key for done in ledger.catalog_so_far(table)]
         parts = mapped(partial(read_tensors, ledger.objects), keys, ledger.objects.parallel)
     total = Counter[str]()
     for tensors in parts:
@@ -443,13 +395,14 @@ def _started_with(recipe: Recipe, runtime: Runtime, ledger: Ledger, device: Any)
         **{flag_of(name): value for name, value in flags.items() if name not in own},
         "platform": device.platform,
         "device kind": device.device_kind,
-        "number of local devices": jax.local_device_count(),
+        "number of local devices": len(local_devices()),
     }
 
 
-def _arithmetic(job: ExtractionJob, cost: Estimate, cuts: Cuts, device: Any) -> dict[str, float]:
+def _arithmetic(parts: Assembly) -> dict[str, float]:
     """FLOPs of a token on each device, and the peak FLOP/s of the device."""
-    rows = max(1, cost.batch_rows // cuts.layout.groups)
+    job, device, cuts = parts.job, parts.device, parts.cuts
+    rows = max(1, parts.cost.batch_rows // cuts.layout.groups)
     work = replace(
         step_of(job, rows, device.platform, cuts),
         whole=needs_whole_block(job.taps, job.layers),
@@ -461,7 +414,7 @@ def _arithmetic(job: ExtractionJob, cost: Estimate, cuts: Cuts, device: Any) -> 
 
 def _memory_metrics() -> Mapping[str, float]:
     found: dict[str, float] = {}
-    for device in jax.local_devices():
+    for device in local_devices():
         used = None
         with suppress(RuntimeError):  # an array may be deleted while it is looked at
             used = memory_used(device)
@@ -483,7 +436,7 @@ def _made_by(device: Any, cost: Estimate) -> dict[str, Any]:
         "jax": jax.__version__,
         "device": device.device_kind,
         "mesh": cost.mesh,
-        "processes": jax.process_count(),
+        "processes": process_count(),
         "batch_rows": cost.batch_rows,
         "host": socket.gethostname(),
         "machine": host_platform.machine(),

@@ -23,6 +23,7 @@ from spile.objects import open_objects
 from spile.plan.estimate import Estimate
 from spile.plan.job import ExtractionJob
 from spile.plan.resolve import store_table
+from spile.run.assembly import Assembly
 from spile.run.extract import Extraction
 from spile.run.world.devices import memory_limit, prepared_device
 from spile.run.world.world import SingleWorld
@@ -83,8 +84,9 @@ def rehearse(
         stack.callback(timer.close)
         run = Extraction(ledger, runtime, SingleWorld(), presence, counters, stop)
         try:
+            stored = store_table(job, ledger)
             with cancelled_by(stop):
-                run.work(store_table(job, ledger), cost, cuts, prepared_device())
+                run.work(Assembly(run, stored, prepared_device(), cuts, cost))
         except Interrupted:
             pass
         except StoreError:

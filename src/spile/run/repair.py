@@ -21,7 +21,7 @@ from spile.dataset.records.ledger import Ledger
 from spile.metrics import Counters
 from spile.models.files.checkpoint import model_directory
 from spile.objects import Objects
-from spile.run.extract import extract
+from spile.run.extract import RunOptions, extract
 from spile.run.world.devices import devices_here, prepared_device
 
 _log = logging.getLogger("spile.run")
@@ -104,7 +104,7 @@ def _repair(
                     counters=counters,
                     on_start=on_start,
                     stop=stop,
-                    ledger=ledger,
+                    options=RunOptions(ledger=ledger),
                 )
         finally:
             ledger.pardon()

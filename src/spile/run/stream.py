@@ -6,17 +6,13 @@ recipe, the seed and the window. A state names the unit and the row at which its
 stream that continues from it computes from there on.
 """
 
-# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
-# pyright: standard
-
 import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-import jax
 import numpy as np
 import numpy.typing as npt
 
@@ -25,7 +21,6 @@ from spile.core.errors import ConfigError, InputError, Interrupted
 from spile.core.expressions import RowFilter
 from spile.core.threads import cancelled_by
 from spile.core.units import Unit
-from spile.corpus.tokenize import use_threads
 from spile.dataset.read.order import BatchOptions, EpochCursor, drawn, drawn_digest
 from spile.dataset.read.rows import StoredRows
 from spile.dataset.read.window import Batch, View, Window, WindowBuffer
@@ -35,17 +30,11 @@ from spile.dataset.records.segments import Catalog
 from spile.metrics import Counters
 from spile.models.taps import Tap
 from spile.objects import MemoryObjects
-from spile.plan.chips import chip_of
-from spile.plan.estimate import estimate, planned_cuts
 from spile.plan.job import PreparedUnit
-from spile.plan.residency import Machine
-from spile.plan.resolve import resolve, store_table
-from spile.run.extract import steps_of
+from spile.run.assembly import Assembly
 from spile.run.pipeline.nonfinite import by_stored_name, nonfinite_error
-from spile.run.pipeline.worker import Worker
-from spile.run.step.load import load_step
 from spile.run.step.resident import StepOutput
-from spile.run.world.devices import memory_limit, prepared_device
+from spile.run.world.devices import prepared_device
 from spile.run.world.rank import find_rank
 from spile.run.world.world import RunContext, SingleWorld
 
@@ -102,32 +91,11 @@ def stream(
     )
     if where is not None:
         RowFilter(where, None)  # raises if it is invalid
-    use_threads(runtime.threads)
-    device = prepared_device()
     ledger = Ledger(MemoryObjects("spile.stream"))
-    job = resolve(recipe, ledger, device.platform, cache=runtime.cache)
-    limit = memory_limit(device)
-    cuts = planned_cuts(job, runtime, device.platform, jax.device_count(), limit)
-    cost = estimate(
-        job,
-        runtime,
-        Machine(device.platform, limit, chip_of(device.device_kind), cuts=cuts),
-        done=set(),
-        free_bytes=None,
-    )
-    job = store_table(job, ledger)
-    batches = steps_of(cost, cuts, device)
-    step = load_step(
-        job,
-        ledger,
-        device,
-        batches,
-        cuts,
-        residency=cost.residency,
-        attention=runtime.attention,
-        counters=counters,
-    )
-
+    presence = Presence(ledger.objects, runtime.stale_after)
+    context = RunContext(ledger, runtime, SingleWorld(), presence, counters or Counters())
+    parts = Assembly.of(context, recipe, prepared_device()).stored()
+    job, step = parts.job, parts.load()
     aliases = {alias: tap for tap, info in job.table.taps.items() for alias in info.aliases}
     names = list(job.table.taps) if taps is None else [taps] if isinstance(taps, str) else taps
     for name in names:
@@ -143,9 +111,7 @@ def stream(
     )
 
     def work(rows: WindowQueue, start: WindowStart) -> None:
-        presence = Presence(ledger.objects, runtime.stale_after)
-        context = RunContext(ledger, runtime, SingleWorld(), presence, counters or Counters())
-        Worker(context, job, step, batches, UnitsInTurn(order, start), sink=rows).run()
+        parts.worker(step, UnitsInTurn(order, start), sink=rows).run()
 
     watched = {
         name: tap
@@ -196,7 +162,7 @@ class ActivationStream:
         self._cursor, self._start = cursor, start
 
     def _parse_start(self, cursor: EpochCursor, begin: Any) -> "WindowStart":
-        numbers: list[Any] = list(begin) if isinstance(begin, list | tuple) else []
+        numbers = [*cast(Sequence[Any], begin)] if isinstance(begin, list | tuple) else []
         if len(numbers) == 4 and all(type(n) is int and n >= 0 for n in numbers):
             start = WindowStart(cursor.epoch, *numbers)
             taken = cursor.position - start.position
@@ -413,7 +379,8 @@ class WindowQueue:
         for _ in range(_BUFFERS):
             self._free.put(WindowBuffer(view.taps, {*view.taps}, view.index, order.window))
         self._ready: queue.Queue[FilledWindow | BaseException] = queue.Queue()
-        self._start, self._count, self._buffer = start, 0, None
+        self._start: WindowStart = start
+        self._count, self._buffer = 0, None
         self._unit, self._row = start.unit, 0  # the current unit, and its next row
         self._skip = start.row
         self._current: PreparedUnit | None = None

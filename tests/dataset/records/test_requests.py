@@ -14,7 +14,7 @@ from spile.dataset.records.ledger import Attempt, Ledger
 from spile.objects import open_objects
 from spile.plan.estimate import Budget
 from spile.plan.prices import UNIT_REQUESTS, requests_of
-from spile.run.pipeline.units import StorePicker
+from spile.run.pipeline.pickers import StorePicker
 from support import servers
 
 

@@ -117,7 +117,7 @@ class RayHost:
                 counters=self._counters,
                 on_start=self._started,
                 stop=self._stop,
-                pick=self._units.begin,
+                options=local.RunOptions(pick=self._units.begin),
             )
         except SpileError as error:
             interrupted = isinstance(error, Interrupted)

@@ -1,8 +1,5 @@
 """`--profile steps=10:15`: a trace of some steps, for TensorBoard, XProf and Perfetto."""
 
-# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
-# pyright: standard
-
 import gzip
 import json
 import logging
@@ -114,12 +111,13 @@ class ProfiledStep:
         return output
 
     def _start(self) -> None:
-        options = jax.profiler.ProfileOptions()
+        profiler: Any = jax.profiler
+        options = profiler.ProfileOptions()
         options.host_tracer_level = self._profile.levels["host"]
         options.device_tracer_level = self._profile.levels["device"]
         options.python_tracer_level = self._profile.levels["python"]
         try:
-            jax.profiler.start_trace(
+            profiler.start_trace(
                 self._profile.directory, create_perfetto_trace=True, profiler_options=options
             )
         except Exception as error:

@@ -1,7 +1,7 @@
 """One process at work: read-tokenize-pack, the device, and encode-hash-write, overlapped.
 
 Units flow through three stages joined by bounded queues: while one computes, the next is read and
-packed and the previous one's shards become durable. A picker chooses the next unit (`units.py`);
+packed and the previous one's shards become durable. A picker chooses the next unit (`pickers.py`);
 if two workers do the same one, the first commit wins and the other's files are removed.
 In a world of several processes the leader takes units, and all of them do each one together.
 """
@@ -23,9 +23,9 @@ from spile.corpus.pack import Batch, PackedUnit
 from spile.metrics import Counters
 from spile.plan.job import ExtractionJob, PreparedUnit, prepare_unit
 from spile.run.pipeline.nonfinite import NonfiniteError
+from spile.run.pipeline.pickers import Picker
 from spile.run.pipeline.profile import ProfiledStep
 from spile.run.pipeline.sink import Sink, Taker
-from spile.run.pipeline.units import Picker
 from spile.run.step.resident import Step, StepOutput
 from spile.run.world.world import RunContext
 

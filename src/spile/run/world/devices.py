@@ -1,6 +1,6 @@
 """This process's devices: what they are, how fast, and how much of their memory is used."""
 
-# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
+# The one module of `run/world` that asks jax for devices, whose types it does not tell.
 # pyright: standard
 
 import importlib
@@ -82,6 +82,21 @@ def start_error(said: str) -> SpileError:
 def devices_here() -> tuple[str, int, str]:
     """The platform of this process's devices, how many there are, and their kind."""
     return jax.default_backend(), jax.device_count(), jax.devices()[0].device_kind
+
+
+def device_count() -> int:
+    """The number of devices, including those of joined processes."""
+    return jax.device_count()
+
+
+def process_count() -> int:
+    """The number of joined processes, as jax counts them."""
+    return jax.process_count()
+
+
+def local_devices() -> list[Any]:
+    """This process's own devices."""
+    return jax.local_devices()
 
 
 def memory_limit(device: Any) -> int | None:

@@ -6,9 +6,6 @@ process that vanishes ends all others by an abort (exit 134), which this module 
 `child.py` reports it. A process that fails in an orderly way first tells the others why.
 """
 
-# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
-# pyright: standard
-
 import importlib
 import itertools
 import json
@@ -42,6 +39,7 @@ _PARTING = 2 * _GRACE  # for the leader to wait for those that did not stop, and
 _LEAVING = 0.5  # for their last log messages, after that
 _END = "spile/end"
 _SAID = 200  # characters of a jax error that are passed on
+_JAX_ERROR: Any = importlib.import_module("jax.errors").JaxRuntimeError
 
 
 class World(ABC):
@@ -214,7 +212,7 @@ class JoinedWorld(World):
             self._check()
             try:
                 return json.loads(self._client.blocking_key_value_get(key, _POLL_MS))
-            except jax.errors.JaxRuntimeError as error:
+            except _JAX_ERROR as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise WorldError(0, f"{self._without_leader()}; {RESTART}", ABORTED) from error
 
@@ -251,7 +249,7 @@ class JoinedWorld(World):
 def _lost_contact(error: BaseException) -> bool:
     """Whether a step failed because a process that takes part in it is gone."""
     lost = ("Gloo", "Connection", "UNAVAILABLE", "peer", "heartbeat", "CANCELLED", "ABORTED")
-    return isinstance(error, jax.errors.JaxRuntimeError) and any(s in str(error) for s in lost)
+    return isinstance(error, _JAX_ERROR) and any(s in str(error) for s in lost)
 
 
 def _world_error(cause: Mapping[str, Any]) -> SpileError:
@@ -269,7 +267,8 @@ def join(rank: Rank, runtime: Runtime, stop: threading.Event) -> JoinedWorld:
     if is_child():
         free_stdout()
     # jax's notifier would swallow SIGTERM; our handler sets `stop`.
-    jax.config.update("jax_enable_preemption_service", False)
+    config: Any = jax.config
+    config.update("jax_enable_preemption_service", False)
     initialize = partial(
         jax.distributed.initialize,
         coordinator_address=rank.coordinator,

@@ -23,6 +23,7 @@ from spile.dataset.records.heartbeat import Presence
 from spile.dataset.records.ledger import Ledger
 from spile.plan.estimate import Budget
 from spile.plan.job import ExtractionJob
+from spile.run.world.rank import Rank, find_rank
 
 _log = logging.getLogger("spile.run")
 # Seconds between looks for a unit that others hold. A fleet that waits for its last unit looks less
@@ -106,6 +107,23 @@ def find_share(runtime: Runtime, environ: Mapping[str, str]) -> UnitShare | None
             f"{max(0, count - 1)}/{count}"
         )
     return UnitShare(index, count)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The part of a run that this process does: which process of a world, and which units."""
+
+    rank: Rank | None = None
+    share: UnitShare | None = None
+
+    def __str__(self) -> str:
+        share = [f"share {self.share}"] if self.share else []
+        return ", ".join(share + ([str(self.rank)] if self.rank else []))
+
+
+def find_place(runtime: Runtime, environ: Mapping[str, str]) -> Place:
+    """Find this process's place, from flags and the environment; see `find_rank`, `find_share`."""
+    return Place(find_rank(runtime, environ), find_share(runtime, environ))
 
 
 class Picker(Protocol):

@@ -18,7 +18,7 @@ from spile.dataset.records.ledger import Ledger
 from spile.objects import LocalObjects
 from spile.plan.estimate import Budget
 from spile.run.extract import outcome_of
-from spile.run.pipeline.units import StorePicker, UnitShare, find_share
+from spile.run.pipeline.pickers import StorePicker, UnitShare, find_share
 from support import stored
 
 
