@@ -1,17 +1,20 @@
-"""Verbs that show the progress of a dataset, and its files: `status`, `ls`."""
+"""Verbs that show a dataset: its progress, its files, and its rows in a browser."""
 
 import argparse
 import contextlib
 import json
 import os
+import re
 import select
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from spile.cli.flags import Verbs
+from spile.cli.flags import Verbs, add_listening, listen_address
 from spile.cli.style import skipped
+from spile.core.config import parse_count
 from spile.core.errors import ConfigError
 from spile.core.humanize import compared, lasting, plural, short, size
 
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 
 _SHOWN_WORKERS = 40  # of a fleet; --json has them all
 _ORDER = ("failed", "dead", "stale", "stopped", "starting", "running", "not started", "done")
+# A wait without a timeout may miss a signal that arrives as it begins, or in another thread.
+_LOOK_SECONDS = 0.5
 _QUIT = (b"q", b"Q", b"\x1b")
 
 
@@ -261,3 +266,69 @@ def listing_lines(out: str, files: "Listing") -> Iterator[str]:
     for file in files:
         run = f"{file.first:,}+{file.rows:,}"
         yield f"{file.key}  {file.tap:{width}}  {run:>19}  {file.bytes:>13,}  {file.digest}"
+
+
+def add_serve(verbs: Verbs) -> None:
+    sub = verbs.add("serve", serve, "show a dataset, finished or not, in a browser")
+    sub.add_argument("out", metavar="OUT")
+    add_listening(sub, 8770)
+    sub.add_argument("--token", metavar="X", help="[a random one, where needed]")
+    sub.add_argument("--tokenizer", metavar="DIR", help="the model's directory, if it has moved")
+    sub.add_argument(
+        "--read",
+        metavar="SIZE",
+        default="16GiB",
+        help="most bytes of rows to read for plots of the whole dataset [16GiB]",
+    )
+    sub.add_argument(
+        "--cache", metavar="DIR", help="directory that keeps what was read from a bucket"
+    )
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    from spile.dataset.read.dataset import Dataset, finished_taps, open_dataset
+    from spile.objects import open_objects
+    from spile.serve.routes import Answers
+    from spile.serve.server import Server
+
+    try:
+        most_bytes = parse_count(arguments.read)
+    except ValueError:
+        raise ConfigError(f"--read must be a size such as 16GiB, got {arguments.read}") from None
+    if arguments.token is not None and not re.fullmatch(r"[A-Za-z0-9_-]{16,}", arguments.token):
+        raise ConfigError(
+            "--token must be 16 letters, digits, - or _, or more; without it one is made"
+        )
+    address = listen_address(arguments, arguments.token)
+    objects = open_objects(arguments.out)
+
+    def opened() -> Dataset:
+        # (A partial dataset has only the units that hold all its taps: leave unfinished taps out.)
+        taps = finished_taps(objects)
+        return open_dataset(arguments.out, partial=True, taps=taps, cache=arguments.cache)
+
+    answers = Answers(
+        objects,
+        opened,
+        tokenizer=arguments.tokenizer,
+        most_bytes=most_bytes,
+    )
+    server = Server(address, answers)
+    answers.start()
+    thread = threading.Thread(target=server.serve_forever, name="serving", daemon=True)
+    thread.start()
+    url = server.url
+    said = f"{arguments.out}: {url}"
+    if address.is_anywhere:
+        said += f"\n(listening on every address of this machine, {address.in_url}; this is one)"
+    try:  # begins before the line is printed: whoever reads it may interrupt us at once
+        print(json.dumps({"url": url}) if arguments.json else said, flush=True)
+        while not arguments.stop.wait(_LOOK_SECONDS):
+            continue
+    except KeyboardInterrupt:
+        pass  # the normal way to end it
+    finally:
+        server.shutdown()
+        server.server_close()
+        answers.close()
+    return 0

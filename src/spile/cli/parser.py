@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from spile import __version__
-from spile.cli import dataset, doctor, extract, launch, legacy, look, model, plan, rows, serve
+from spile.cli import dataset, doctor, extract, launch, legacy, look, model, plan, rows
 from spile.cli.flags import Parser, Verbs
 from spile.cli.style import JsonLines, formatter
 from spile.core.errors import Interrupted, SpileError, printable
@@ -35,7 +35,7 @@ _VERBS = (  # in the order of `spile --help`
     model.add_fetch,
     look.add_status,
     look.add_ls,
-    serve.add_serve,
+    look.add_serve,
     dataset.add_verify,
     dataset.add_sign,
     dataset.add_drop,

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -271,16 +271,7 @@ def compile_step(question: Question, layout: Layout) -> Compiled:
         fits = target.memory is None or held <= target.memory
     if target.on == "cpu":
         fits = target.memory is None or needed <= MEMORY_SHARE * target.memory
-    collectives: dict[str, Collective] = {}
-    for run, _ in programs:
-        found = read_collectives(
-            run.as_text(),
-            len(target.devices),
-            trips=_schedule(work).cycles,
-            # A CPU sends bfloat16 as float32.
-            narrow=target.on == "cpu" and work.compute_dtype == "bfloat16",
-        )
-        collectives = added(collectives, found)
+    collectives = _collectives([run for run, _ in programs], work, target)
     speed = _speed(work, target, collectives, kept) if programs else {}
     return Compiled(
         topology=target.name,
@@ -312,6 +303,23 @@ def compile_step(question: Question, layout: Layout) -> Compiled:
         compiling=seconds,
         notes=(*target.notes, *refused, *_said(work, target)),
     )
+
+
+def _collectives(
+    programs: Sequence[Any], work: Workload, target: CompileTarget
+) -> dict[str, Collective]:
+    """Add up what the programs send between devices."""
+    collectives: dict[str, Collective] = {}
+    for program in programs:
+        found = read_collectives(
+            program.as_text(),
+            len(target.devices),
+            trips=_schedule(work).cycles,
+            # A CPU sends bfloat16 as float32.
+            narrow=target.on == "cpu" and work.compute_dtype == "bfloat16",
+        )
+        collectives = added(collectives, found)
+    return collectives
 
 
 def search(question: Question) -> list[Compiled]:

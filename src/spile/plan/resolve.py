@@ -39,6 +39,7 @@ from spile.corpus.units import (
     without_duplicates,
 )
 from spile.dataset.records import format as fmt
+from spile.dataset.records.format import TapInfo
 from spile.dataset.records.ledger import Ledger, Table
 from spile.dataset.records.unit_table import UnitColumns
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
@@ -121,12 +122,7 @@ def resolve(
         if recipe.splice and splices
         else None,
     )
-    tokenizer = TextTokenizer(checkpoint.directory, resolved.special_tokens)
-    if tokenizer.max_id >= checkpoint.arch.vocab_size:
-        raise InputError(
-            f"{checkpoint.directory}: the tokenizer makes ids up to {tokenizer.max_id}, but the "
-            f"model has {checkpoint.arch.vocab_size} embeddings; use the model's own tokenizer"
-        )
+    tokenizer = _open_tokenizer(checkpoint, resolved)
     reading = reading or read_ids(resolved, tokenizer, checkpoint.arch.vocab_size)
     keep = settled_columns(recipe.keep, files, recipe.text_column, reading)
     resolved = dataclasses.replace(resolved, keep=keep)
@@ -137,16 +133,32 @@ def resolve(
         cut = partial(_cut, resolved, tokenizer, reading=reading)
         table = growing.grown(stored, sources, files, resolved, cut)
     else:
+        seq_len, dtype = resolved.seq_len, resolved.store_dtype
         table = stored or _make_table(
-            resolved, checkpoint, tokenizer, taps, encoders, files, reading,
+            resolved,
+            stored_taps(taps, encoders, checkpoint.arch, seq_len, dtype),
+            tokenizer,
+            files,
+            reading,
             named=resolved.keep if recipe.keep else (),
             like=like if grown and grown.generations else None,
-        )  # fmt: skip
+        )
     if other:
         _refuse_unlike(other, table, checkpoint.directory)
     return ExtractionJob(
         table.recipe, table, checkpoint, tokenizer, files, taps, reading, encoders, splices
     )
+
+
+def _open_tokenizer(checkpoint: Checkpoint, resolved: ResolvedRecipe) -> TextTokenizer:
+    """Open the model's tokenizer; refuse one that makes ids without an embedding."""
+    tokenizer = TextTokenizer(checkpoint.directory, resolved.special_tokens)
+    if tokenizer.max_id >= checkpoint.arch.vocab_size:
+        raise InputError(
+            f"{checkpoint.directory}: the tokenizer makes ids up to {tokenizer.max_id}, but the "
+            f"model has {checkpoint.arch.vocab_size} embeddings; use the model's own tokenizer"
+        )
+    return tokenizer
 
 
 def store_table(job: ExtractionJob, ledger: Ledger) -> ExtractionJob:
@@ -361,10 +373,8 @@ def _identity(
 
 def _make_table(
     resolved: ResolvedRecipe,
-    checkpoint: Checkpoint,
+    taps: dict[str, TapInfo],
     tokenizer: TextTokenizer,
-    taps: tuple[Tap, ...],
-    encoders: Mapping[str, SparseEncoder],
     files: list[CorpusFile],
     reading: RowReader | None,
     *,
@@ -389,7 +399,7 @@ def _make_table(
     return Table(
         recipe=resolved,
         fingerprint=resolved.fingerprint(),
-        taps=stored_taps(taps, encoders, checkpoint.arch, resolved.seq_len, resolved.store_dtype),
+        taps=taps,
         files=tuple(
             {"path": str(f.path), "identity": identity}
             for f, identity in zip(files, resolved.corpus, strict=True)

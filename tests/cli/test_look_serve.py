@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from spile import cli
-from spile.cli.serve import serve
+from spile.cli.look import serve
 from spile.core.errors import ConfigError
 
 
