@@ -107,7 +107,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str], given: argparse.Namespace | None = None) -> argparse.Namespace:
-    return make_parser(argv[0] if argv else "").parse_args(argv, given)
+    return make_parser(argv[0] if argv else "").parse_args(argv, given or argparse.Namespace())
 
 
 def _say(error: SpileError, argv: Sequence[str]) -> None:
