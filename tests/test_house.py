@@ -18,6 +18,9 @@ JAX = ("models/forward/", "run/", "compile/", "interop/jax_loader.py")
 EXEMPT = {
     "corpus/chats/rows.py": "e2e/test_chats.py",
     "corpus/files.py": "corpus/test_units.py",
+    "corpus/formats/byte_files.py": "corpus/formats/test_text.py",
+    "corpus/formats/program.py": "corpus/formats/test_contract.py",
+    "corpus/formats/tables.py": "corpus/formats/test_contract.py",
     "dataset/read/window.py": "dataset/read/test_batches.py",
     "fleet/ray/driver.py": "chaos/test_ray.py",
     "models/config/family.py": "models/config/test_families.py",

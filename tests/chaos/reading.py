@@ -10,7 +10,8 @@ from collections import Counter
 from pathlib import Path
 
 from spile.corpus.files import find_files
-from spile.corpus.reader import CorpusReader, ReadOptions
+from spile.corpus.formats.contract import ReadOptions
+from spile.corpus.reader import CorpusReader
 from spile.corpus.units import CutOptions, make_units, tokens_per_byte
 
 
@@ -27,7 +28,7 @@ def main(corpus: str, most: str) -> None:
     files = find_files(corpus)
     reader = CorpusReader(files, ReadOptions(max_doc_bytes=int(most)))
     density = tokens_per_byte(reader, lambda texts: sum(len(text.split()) for text in texts))
-    units = make_units(files, CutOptions(unit_tokens=1 << 20, density=density))
+    units = make_units(reader, CutOptions(unit_tokens=1 << 20, density=density))
     read, skipped, digest = 0, Counter[str](), hashlib.sha256()
     for unit in units:
         found = reader.read(unit.spans, unit.first_doc)

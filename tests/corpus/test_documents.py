@@ -15,8 +15,9 @@ from spile.corpus import reader as reader_module
 from spile.corpus.chats.rows import Pairs, of_program
 from spile.corpus.documents import LONGEST, CorpusDocument, Documents, plain
 from spile.corpus.files import find_files
+from spile.corpus.formats.contract import ReadOptions
 from spile.corpus.programs.program import ProgramDocument
-from spile.corpus.reader import CorpusReader, ReadOptions
+from spile.corpus.reader import CorpusReader
 from spile.corpus.select import Selection
 from support import tiny
 from support.texts import units_of, write_parquet

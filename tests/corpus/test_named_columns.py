@@ -15,13 +15,14 @@ from spile.core.expressions import DocumentFilter
 from spile.corpus.chats.rows import Pairs
 from spile.corpus.files import find_files
 from spile.corpus.formats import parquet
+from spile.corpus.formats.contract import ReadOptions
 from spile.corpus.named_columns import (
     keep_spelled,
     parse_keep,
     refuse_missing_columns,
     settled_columns,
 )
-from spile.corpus.reader import CorpusReader, ReadOptions
+from spile.corpus.reader import CorpusReader
 from support.texts import units_of, write_parquet
 
 PAIRS = Pairs("q", "a", "", "", None)

@@ -21,8 +21,8 @@ from spile.core.expressions import DocumentFilter
 from spile.corpus.chats.rows import Pairs
 from spile.corpus.files import find_files
 from spile.corpus.formats import parquet
-from spile.corpus.reader import CorpusReader, ReadOptions
-from spile.corpus.units import CutOptions, make_units
+from spile.corpus.formats.contract import ReadOptions
+from spile.corpus.reader import CorpusReader
 from support.texts import NOT_UTF8, read, units_of, write_parquet
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -155,17 +155,16 @@ def test_prompts_and_responses_can_be_fields_of_a_column(kind: str, tmp_path: Pa
     rows = [{"n": n, "translation": {"en": f"yes {n}", "fr": f" oui {n}"}} for n in range(3)]
     files = find_files(str(write_rows(tmp_path, kind, rows)))
     pairs = Pairs("translation.en", "translation.fr", "", "", None)
-    cut = CutOptions(unit_tokens=1 << 30, density=1.0, columns=pairs.columns)
-    (unit,) = make_units(files, cut)
+    (unit,) = units_of(files, reading=pairs)
     for filter in (None, DocumentFilter("n >= 0")):
         options = ReadOptions(filter=filter)
         with closing(CorpusReader(files, options, reading=pairs)) as reader:
             wanted = [f"yes {n} oui {n}" for n in range(3)]
             assert reader.read(unit.spans, 0).texts == wanted
             assert reader.sample(0)[0].texts == wanted
-    if files[0].is_table:
+    if files[0].format.has_schema:
         with pytest.raises(InputError, match="no column 'translation.es'"):
-            make_units(files, replace(cut, columns=("translation.es",)))
+            units_of(files, reading=replace(pairs, prompt="translation.es"))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl", "json"])
@@ -188,7 +187,7 @@ def test_only_the_first_mark_of_a_text_file_is_no_text(documents: str, tmp_path:
     wanted = ["\ufeffone", "\ufefftwo"] if documents == "line" else ["\ufeffone\n\ufefftwo\n"]
     assert read(tmp_path, documents=documents).texts == wanted
     files = find_files(str(tmp_path))
-    units = units_of(files, size=1, text_documents=documents)  # each line a unit of its own
+    units = units_of(files, 1, ReadOptions(text_documents=documents))  # each line a unit of its own
     with closing(CorpusReader(files, ReadOptions(text_documents=documents))) as reader:
         texts = [text for u in units for text in reader.read(u.spans, u.first_doc).texts]
     assert texts == wanted

@@ -5,6 +5,7 @@ import json
 import random
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from hypothesis import strategies as st
 from spile.core.errors import InputError, Interrupted
 from spile.core.threads import cancelled_by
 from spile.core.units import Unit
-from spile.corpus import units as units_module
 from spile.corpus.files import find_files
-from spile.corpus.formats import parquet
-from spile.corpus.reader import CorpusReader, ReadOptions
+from spile.corpus.formats import byte_files, parquet
+from spile.corpus.formats.contract import ReadOptions
+from spile.corpus.reader import CorpusReader
 from spile.corpus.units import CutOptions, make_units, tokens_per_byte
 from support.marks import examples
 from support.stops import StopAtLook
+from support.texts import units_of
 
 KINDS = ("jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz", "txt.zst", "parquet")
 Corpus = list[tuple[str, list[str]]]  # kind and documents of each file
@@ -53,7 +55,8 @@ def write(folder: Path, corpus: Corpus, *, last_newline: bool = True) -> list[st
 def cut(folder: Path, size: int, **options: Any) -> list[Unit]:
     """Units of about `size` bytes."""
     files = find_files(str(folder))
-    return make_units(files, CutOptions(unit_tokens=size, density=1.0, **options))
+    read = ReadOptions(text_documents=options.pop("text_documents", "line"))
+    return units_of(files, size, read, **options)
 
 
 def read(folder: Path, units: list[Unit], documents: str = "line") -> dict[int, str]:
@@ -93,7 +96,7 @@ def assert_tiles(units: list[Unit], documents: int) -> None:
 @pytest.fixture(params=[1, 13, 1 << 20])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Line files are read in pieces of this many bytes."""
-    monkeypatch.setattr(units_module, "_CHUNK", request.param)
+    monkeypatch.setattr(byte_files, "CHUNK", request.param)
     return request.param
 
 
@@ -109,7 +112,7 @@ def test_units_hold_every_document_exactly_once(
     corpus: Corpus, size: int, chunk: int, last_newline: bool
 ) -> None:
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(units_module, "_CHUNK", chunk)
+        patch.setattr(byte_files, "CHUNK", chunk)
         folder = Path(name)
         documents = write(folder, corpus, last_newline=last_newline)
         if not documents:
@@ -152,7 +155,7 @@ def test_units_do_not_depend_on_how_much_is_read_at_a_time(
     write(tmp_path, mixed(2))
     cuts = []
     for chunk in (1, 2, 7, 64, 1 << 20):
-        monkeypatch.setattr(units_module, "_CHUNK", chunk)
+        monkeypatch.setattr(byte_files, "CHUNK", chunk)
         cuts.append([cut(tmp_path, size) for size in (1, 90, 400)])
     assert all(other == cuts[0] for other in cuts[1:])
 
@@ -181,7 +184,8 @@ def test_a_unit_ends_with_the_document_that_fills_it(tmp_path: Path) -> None:
 def test_the_estimate_of_a_unit_is_its_bytes_times_the_density(tmp_path: Path) -> None:
     write(tmp_path, [("txt", ["123456789"] * 40)])
     files = find_files(str(tmp_path))
-    units = make_units(files, CutOptions(unit_tokens=25, density=0.25))
+    with closing(CorpusReader(files)) as reader:
+        units = make_units(reader, CutOptions(unit_tokens=25, density=0.25))
     assert [unit.num_docs for unit in units] == [10] * 4
     assert [unit.tokens for unit in units] == [25] * 4
 
@@ -310,10 +314,10 @@ def test_a_row_group_larger_than_a_unit_is_cut(tmp_path: Path) -> None:
 def test_the_pass_over_the_corpus_can_be_stopped_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spile.corpus.units._CHUNK", 100)
+    monkeypatch.setattr("spile.corpus.formats.byte_files.CHUNK", 100)
     path = tmp_path / "a.txt"
     path.write_text("line\n" * 200)
-    stop, options = StopAtLook(5), CutOptions(unit_tokens=10, density=1.0)
+    stop = StopAtLook(5)
     with cancelled_by(stop), pytest.raises(Interrupted):
-        make_units(find_files(str(path)), options)
+        units_of(find_files(str(path)), 10)
     assert stop.looks == 5

@@ -14,6 +14,7 @@ from spile.core.errors import ConfigError, DataError, InputError
 from spile.core.units import Span, Unit
 from spile.corpus import units as order
 from spile.corpus.files import find_files
+from spile.corpus.formats import contract
 from spile.corpus.reader import DUPLICATE, CorpusReader
 from spile.corpus.units import CutOptions, make_units, without_duplicates
 from support.texts import units_of
@@ -142,7 +143,7 @@ def test_max_tokens_takes_the_first_units_of_the_drawn_order(tmp_path: Path) -> 
 def test_a_large_compressed_file_goes_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(order, "_QUICKLY", 100)
+    monkeypatch.setattr(contract, "_QUICKLY", 100)
     texts = write(tmp_path, ("jsonl.gz", "jsonl") * 6)
     units = cut(tmp_path)
     assert read(tmp_path, units) == dict(enumerate(texts))
@@ -161,7 +162,7 @@ def test_a_large_compressed_file_goes_as_a_whole(
 def test_small_files_that_share_a_unit_are_not_tied_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(order, "_QUICKLY", 1)
+    monkeypatch.setattr(contract, "_QUICKLY", 1)
     texts = write(tmp_path, ("jsonl.gz",) * 12, documents=10)
     units = cut(tmp_path, 700)
     assert [unit.first_doc for unit in units] != sorted(unit.first_doc for unit in units)
@@ -173,7 +174,7 @@ def test_a_corpus_in_which_nothing_can_be_moved_is_refused(
 ) -> None:
     write(tmp_path, ("jsonl.gz",))
     assert len(cut(tmp_path)) > 3
-    monkeypatch.setattr(order, "_QUICKLY", 100)
+    monkeypatch.setattr(contract, "_QUICKLY", 100)
     with pytest.raises(InputError, match="--shuffle-docs: the corpus is one large compressed"):
         cut(tmp_path)
 
@@ -181,10 +182,8 @@ def test_a_corpus_in_which_nothing_can_be_moved_is_refused(
 def of_program(file: Path, name: str, **options: Any) -> tuple[CorpusReader, list[Unit]]:
     files = find_files(f"{file}:{name}")
     reader = CorpusReader(files)
-    assert files[0].program
-    program = reader.opened(files[0].program)
     chosen = CutOptions(unit_tokens=200, density=1.0, **{"shuffle": 5, **options})
-    return reader, make_units(files, chosen, program)
+    return reader, make_units(reader, chosen)
 
 
 def test_a_program_with_numbers_is_drawn_from_and_an_iterator_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import io
 import os
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import zstandard
 from spile.core.errors import ConfigError, DataError, InputError, StoreError
 from spile.core.identity import full_digest, sampled_digest
 from spile.core.units import Span
-from spile.corpus.files import CorpusFile, find_files
+from spile.corpus.files import find_files
 from spile.corpus.reader import CorpusReader
 from spile.objects import open_objects
 from spile.objects.paths import (
@@ -201,7 +202,7 @@ def table(tmp_path: Path) -> Path:
 def counted_corpus(path: Path) -> tuple[Counting, CorpusReader]:
     objects, remote = counted(path.read_bytes(), path.name)
     (file,) = find_files(str(path))
-    return objects, CorpusReader([CorpusFile(remote, file.kind, file.compression)])
+    return objects, CorpusReader([replace(file, path=remote)])
 
 
 def test_only_the_row_groups_and_columns_read_of_parquet_are_fetched(
@@ -286,7 +287,7 @@ def test_a_damaged_file_in_a_bucket_is_one_line(name: str, table: Path, bucket: 
 
 @pytest.mark.parametrize("name", ["t.parquet", "t.txt", "t.txt.gz", "t.txt.zst"])
 def test_a_bucket_that_fails_during_a_read_is_not_a_damaged_file(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     objects, path = counted(bytes(1000), name)
 
@@ -294,8 +295,9 @@ def test_a_bucket_that_fails_during_a_read_is_not_a_damaged_file(
         raise StoreError("reading memory://counted: no rights")  # as buckets do
 
     monkeypatch.setattr(objects, "get_range", fail)
-    _, kind, *compression = name.split(".")
-    file = CorpusFile(path, "text" if kind == "txt" else kind, "".join(compression))
+    local = tmp_path / name
+    local.touch()
+    file = replace(*find_files(str(local)), path=path)
     with pytest.raises(StoreError, match="^reading memory://counted: no rights$"):
         units_of([file])
 

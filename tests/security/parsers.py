@@ -35,9 +35,10 @@ from spile.corpus.chats.rows import Chats, RowReader
 from spile.corpus.chats.template import ChatTemplate
 from spile.corpus.documents import CorpusDocument
 from spile.corpus.files import find_files
+from spile.corpus.formats.contract import ReadOptions
 from spile.corpus.formats.token_ids import FlatArray, TokenIds
 from spile.corpus.named_columns import settled_columns
-from spile.corpus.reader import CorpusReader, ReadOptions
+from spile.corpus.reader import CorpusReader
 from spile.corpus.tokenize import TextTokenizer
 from spile.corpus.units import CutOptions, make_units
 from spile.dataset.maintain.verify import verify
@@ -129,13 +130,9 @@ def read_corpus(
     files = find_files(str(path))
     with only_our_errors():
         settled_columns(None, files, options.text_column, reading)
-    flat = reading.flat if isinstance(reading, TokenIds) else None
-    cut = CutOptions(
-        unit_tokens=64, density=0.25, columns=reading.columns if reading else (), flat=flat,
-        filtered=options.filter.columns if options.filter else (), keep=options.keep,
-    )  # fmt: skip
-    units = make_units(files, cut)
+    cut = CutOptions(unit_tokens=64, density=0.25, keep=options.keep)
     with closing(CorpusReader(files, options, reading=reading)) as reader:
+        units = make_units(reader, cut)
         reader.sample(0)
         for unit in units:
             found = reader.read(unit.spans, unit.first_doc)

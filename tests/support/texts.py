@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,28 +10,36 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spile.core.units import Unit
+from spile.corpus.chats.rows import RowReader
 from spile.corpus.chats.template import Rendered
 from spile.corpus.documents import Documents
-from spile.corpus.files import CorpusFile, find_files
-from spile.corpus.reader import CorpusReader, ReadOptions
+from spile.corpus.files import find_files
+from spile.corpus.formats.contract import CorpusFile, ReadOptions
+from spile.corpus.reader import CorpusReader
 from spile.corpus.units import CutOptions, make_units
 
 NOT_UTF8 = b"caf\xe9"
 
 
-def units_of(files: list[CorpusFile], size: int = 1 << 30, **options: Any) -> list[Unit]:
-    return make_units(files, CutOptions(unit_tokens=size, density=1.0, **options))
+def units_of(
+    files: list[CorpusFile],
+    size: int = 1 << 30,
+    read: ReadOptions | None = None,
+    reading: RowReader | None = None,
+    **options: Any,
+) -> list[Unit]:
+    """The units of a corpus, about `size` bytes each."""
+    with closing(CorpusReader(files, read, reading=reading)) as reader:
+        return make_units(reader, CutOptions(unit_tokens=size, density=1.0, **options))
 
 
 def read(corpus: Path | str, column: str | None = None, documents: str = "line") -> Documents:
     """The whole corpus, as one unit."""
     files = find_files(str(corpus))
-    (unit,) = units_of(files, text_column=column, text_documents=documents)
-    reader = CorpusReader(files, ReadOptions(column, documents))
-    try:
+    options = ReadOptions(column, documents)
+    (unit,) = units_of(files, read=options)
+    with closing(CorpusReader(files, options)) as reader:
         return reader.read(unit.spans, unit.first_doc)
-    finally:
-        reader.close()
 
 
 def write_parquet(path: Path, columns: dict[str, pa.Array], rows: int = 2) -> Path:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import xxhash
@@ -183,6 +183,15 @@ def plain(value: Any) -> bool | int | float | str | None:
         except (TypeError, ValueError, RecursionError):  # odd keys, or nested too deeply
             value = "…"
     return fitted(value if len(value) <= LONGEST else value[: LONGEST - 1] + "…")
+
+
+def value_at(row: Mapping[str, Any], column: str) -> Any:
+    """Return a row's value; `a.b` is key b of the object under a, unless a key `a.b` exists."""
+    if column in row or "." not in column:
+        return row.get(column)
+    head, _, rest = column.partition(".")
+    inner = row.get(head)
+    return value_at(cast(Mapping[str, Any], inner), rest) if isinstance(inner, Mapping) else None
 
 
 def fitted(text: str) -> str:

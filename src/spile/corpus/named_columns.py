@@ -4,8 +4,6 @@ The default is chosen once, from the first rows of the first file, and stored in
 worker uses the same columns, and a dataset keeps those it was begun with.
 """
 
-import json
-import re
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -14,22 +12,15 @@ from spile.core.expressions import DocumentFilter
 from spile.core.humanize import plural
 from spile.core.index import DOCUMENT_COLUMNS
 from spile.core.options import listed
-from spile.core.threads import cancellation
 from spile.corpus.chats.rows import RowReader
-from spile.corpus.files import CorpusFile
-from spile.corpus.formats.columns import scalar_columns
-from spile.corpus.formats.csv import read_header
-from spile.corpus.formats.parquet import mean_sizes
-from spile.corpus.reader import CorpusReader, ReadOptions
+from spile.corpus.formats.contract import CorpusFile, ReadContext, ReadOptions
+from spile.corpus.reader import CorpusReader
 
 LABEL = 64  # longest text of a label, in characters
 _MOST_LABELS = 32
-_MOST_BYTES = 4 * LABEL  # mean size of a value: columns of longer ones are not read
 _ALWAYS = ("id", "url")  # kept by default, whatever their values
 _NONE = "none"
 _SAMPLED_FILES = 4
-_READ_SIZE = 1 << 22
-_KEY_BYTES = 8192  # longest key and the white space after it, more than --filter can name
 
 
 def parse_keep(keep: str) -> tuple[str, ...]:
@@ -71,9 +62,9 @@ def refuse_missing_columns(reader: CorpusReader, named: tuple[str, ...]) -> None
         _refuse_missing_of_filter(reader, reader.options.filter, sampled)
     for number in sampled if named else ():
         file = reader.files[number]
-        if file.kind in ("text", "bin"):
+        if not file.format.has_columns:
             raise InputError(f"{file.path}: such a file has no columns, which --keep names")
-        if not file.is_table:
+        if not file.format.has_schema:
             found = reader.columns_of(number)
             for name in named:
                 if name not in found:
@@ -89,35 +80,12 @@ def _refuse_missing_of_filter(
     known = {name for number in sampled for name in reader.columns_of(number)}
     for column in condition.columns:
         # A rare key may occur later, so only a corpus without it is refused.
-        if column in known or any(_has_key(file, column) for file in reader.files):
+        every = range(len(reader.files))
+        if column in known or any(reader.opened(file).may_have(column) for file in every):
             continue
         more = len(reader.files) - 1
         where = f"{reader.files[0].path}" + (f" and {plural(more, 'more file')}" if more else "")
         raise InputError(condition.missing(where, column, known))
-
-
-def _has_key(file: CorpusFile, key: str) -> bool:
-    """Return whether any object of a JSON file has this key, at any depth, or a CSV has the column.
-
-    Reads all of the JSON, unparsed.
-    """
-    if file.is_csv:
-        header = read_header(file)
-        return header is not None and key in header.columns
-    if file.kind not in ("jsonl", "json"):
-        return False
-    # (Quotes within a text are escaped, so none looks like a key.)
-    spellings = {json.dumps(key, ensure_ascii=ascii).encode() for ascii in (True, False)}
-    pattern = re.compile(rb"(?:" + b"|".join(map(re.escape, spellings)) + rb")\s*:")
-    tail = b""
-    with file.open() as stream:
-        while data := file.read(stream, _READ_SIZE):
-            cancellation().check()
-            data = tail + data
-            if pattern.search(data):
-                return True
-            tail = data[-_KEY_BYTES:]
-    return False
 
 
 def settled_columns(
@@ -126,12 +94,13 @@ def settled_columns(
     """Return the columns that a recipe keeps, named or by default, from the first file alone."""
     if keep is not None:
         return parse_keep(keep)
-    file = files[0]
-    if file.kind in ("text", "bin"):
+    first = files[0].format
+    if not first.has_columns:
         return ()
-    options = ReadOptions(text_column, keep=_scalars(file) if file.is_table else ())
+    scalars = first(files[0], 0, ReadContext()).scalar_columns()
+    options = ReadOptions(text_column, keep=scalars)
     with closing(CorpusReader(files, options, reading=reading)) as reader:
-        if file.program:
+        if first.keeps_all:
             said = {*reader.columns_of(0)} - reader.made_of(0)
             return tuple(sorted(filter(_can_be_named, said)))
         found = [name for name in reader.columns_of(0) if name in _ALWAYS]
@@ -157,12 +126,3 @@ def _short_columns(reader: CorpusReader) -> list[str]:
             else:
                 long.add(name)
     return [name for name, known in short.items() if known and name not in long]
-
-
-def _scalars(file: CorpusFile) -> tuple[str, ...]:
-    """Return the columns of a table that may be labels, by type and, in Parquet, by size."""
-    names = scalar_columns(file.schema())
-    if file.kind != "parquet" or not names:
-        return names
-    sizes = mean_sizes(file.path, names)
-    return tuple(name for name in names if sizes.get(name, 0) <= _MOST_BYTES)

@@ -1,10 +1,5 @@
 """The corpus cut into units: the table is made once, stored, and then read by every worker.
 
-Parquet files are cut by their footers alone, and Arrow files by the headers of their record
-batches. Line files (JSONL, CSV, text) and flat arrays of token ids take one streaming pass that
-finds the ends of documents and hashes each unit's bytes. The table records both, so that no other
-machine repeats the pass and every later reading can be checked.
-
 Units keep the corpus's order, or are permuted by a seed. The permutation moves whole units: each
 keeps its documents and their ordinals, and the first few units are a sample of the corpus.
 Compressed files can only be read forward, so the units of a large one stay together: a worker that
@@ -15,32 +10,21 @@ none that was there changes.
 """
 
 import itertools
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, cast
 
 import numpy as np
 import xxhash
 
-from spile.core.errors import ConfigError, InputError
+from spile.core.errors import InputError
 from spile.core.threads import cancellation
-from spile.core.units import Span, Unit
-from spile.corpus.files import CorpusFile
-from spile.corpus.formats.columns import ColumnKinds, json_kind, refuse_missing, value_at
-from spile.corpus.formats.csv import RecordEnds, read_header, refusing
-from spile.corpus.formats.text import refuse_wide
-from spile.corpus.formats.token_ids import FlatArray
-from spile.corpus.programs.program import ProgramSource
+from spile.core.units import Unit
+from spile.corpus.formats.contract import UnitBuilder
 from spile.corpus.reader import CorpusReader
-from spile.objects.paths import size_of
 
-_CHUNK = 1 << 23
-_HEAD = 1 << 16
 _SAMPLED_FILES = 4
 _TOKENS_PER_BYTE = 0.25  # if a sample teaches nothing
-_QUICKLY = 64 << 20  # bytes that decompress in about a second
 
 
 def tokens_per_byte(
@@ -81,12 +65,7 @@ class CutOptions:
         read: the share of tokens that the model reads; the others are truncated, or belong to
             documents that are too short or too long. Units do not grow with it, since their texts
             are held whole.
-        text_column: the column of texts; None: the one that can be nothing else.
-        text_documents: whether a document of a text file is a `line` or the whole `file`.
-        columns: the columns documents are made from, if they are not plain texts.
-        filtered: other columns that the filter reads.
-        keep: other columns that must exist, to be kept.
-        flat: the layout of token ids in .bin files.
+        keep: columns that must exist, to be kept.
         max_docs: the most documents to cut.
         max_tokens: approximate limit on tokens; the last unit is whole.
         shuffle: a seed. The whole corpus is then cut before anything is chosen.
@@ -95,12 +74,7 @@ class CutOptions:
     unit_tokens: int
     density: float
     read: float = 1.0
-    text_column: str | None = None
-    text_documents: str = "line"
-    columns: Sequence[str] = ()
-    filtered: Sequence[str] = ()
     keep: Sequence[str] = ()
-    flat: FlatArray | None = None
     max_docs: int | None = None
     max_tokens: int | None = None
     shuffle: int | None = None
@@ -125,46 +99,37 @@ class CutSoFar:
 
 
 def make_units(
-    files: list[CorpusFile],
-    options: CutOptions,
-    program: ProgramSource | None = None,
-    so_far: CutSoFar | None = None,
+    reader: CorpusReader, options: CutOptions, so_far: CutSoFar | None = None
 ) -> list[Unit]:
-    """Cut the corpus. The result depends on the files and the options alone.
+    """Cut the corpus. The result depends on the files, how they are read, and the options alone.
 
     Args:
-        program: the opened program, if the corpus is one.
         so_far: what was cut before, for the units that follow; there may be none. The limits of
             the options count all units together.
     """
-    before = so_far or CutSoFar()
-    seed = options.shuffle
+    files, before, seed = reader.files, so_far or CutSoFar(), options.shuffle
     if seed is not None:
-        refuse_iterator(program)
-    forward = [seed is not None and is_forward(file) for file in files]
-    builder = _Builder(
-        unit_bytes=max(1, int(options.unit_tokens / options.density)),
-        max_docs=options.max_docs if seed is None else None,
-        docs=before.docs,
+        for number in range(len(files)):
+            reader.opened(number).refuse_shuffle()
+    forward = [seed is not None and file.is_forward for file in files]
+    builder = UnitBuilder(
+        max(1, int(options.unit_tokens / options.density)),
+        options.max_docs if seed is None else None,
+        before.docs,
+        options.keep,
     )
-    known = ColumnKinds()
-    for number, file in enumerate(files):
-        if number < before.file or builder.full:
-            continue
+    for number in range(before.file, len(files)):
+        if builder.full:
+            break
         cancellation().check()
         closed = builder.closed
-        if program:
-            for part in program.ranges(builder.unit_bytes, builder.max_docs):
-                span = Span(number, part.first, part.count, 0, part.size, part.digest)
-                builder.add(span, part.size)
-        else:
-            done = before if number == before.file else CutSoFar()
-            _cut_file(builder, number, file, options, known, done)
+        done = before if number == before.file else CutSoFar()
+        reader.opened(number).cut(builder, done.first, done.byte)
         if forward[number] and builder.closed > closed and not builder.full:
             builder.close()  # otherwise its last unit would tie the next file to it
     units = builder.finish(options.density * options.read, before.units)
     if seed is not None:
-        chosen = first_documents(shuffled(units, seed, forward), options.max_docs, program)
+        chosen = first_documents(shuffled(units, seed, forward), options.max_docs, reader)
         units = [replace(unit, id=number) for number, unit in enumerate(chosen, before.units)]
     if not units and so_far is None:
         names = ", ".join(str(f.path) for f in files[:3])
@@ -197,254 +162,6 @@ def without_duplicates(units: list[Unit], reader: CorpusReader) -> list[Unit]:
     ]
 
 
-class _Builder:
-    """Collects spans until a unit has enough bytes."""
-
-    def __init__(self, unit_bytes: int, max_docs: int | None, docs: int = 0) -> None:
-        self.unit_bytes, self.max_docs = unit_bytes, max_docs
-        self.docs = docs  # so far, those of an earlier cut too
-        self._spans: list[Span] = []
-        self._size = 0
-        self._done: list[tuple[int, int, int, tuple[Span, ...]]] = []
-
-    @property
-    def room(self) -> int:
-        """Bytes until the current unit is full."""
-        return self.unit_bytes - self._size
-
-    @property
-    def docs_left(self) -> int:
-        """Documents until --max-docs is reached."""
-        return 1 << 62 if self.max_docs is None else self.max_docs - self.docs
-
-    @property
-    def full(self) -> bool:
-        return self.docs_left <= 0
-
-    def add(self, span: Span, size: int) -> None:
-        if span.count:
-            self._spans.append(span)
-            self._size += size
-            self.docs += span.count
-        if self.room <= 0:
-            self.close()
-
-    @property
-    def closed(self) -> int:
-        """The number of finished units."""
-        return len(self._done)
-
-    def close(self) -> None:
-        if self._spans:
-            count = sum(span.count for span in self._spans)
-            self._done.append((self.docs - count, count, self._size, tuple(self._spans)))
-        self._spans, self._size = [], 0
-
-    def finish(self, density: float, first_id: int = 0) -> list[Unit]:
-        self.close()
-        return [
-            Unit(i, first, count, max(1, round(size * density)), spans)
-            for i, (first, count, size, spans) in enumerate(self._done, first_id)
-        ]
-
-
-def _cut_file(
-    builder: _Builder,
-    number: int,
-    file: CorpusFile,
-    options: CutOptions,
-    known: ColumnKinds,
-    done: CutSoFar,
-) -> None:
-    column, columns, filtered = options.text_column, options.columns, options.filtered
-    if file.is_table:
-        groups = file.groups(number, column, columns, options.keep, also=filtered, known=known)
-        _cut_table(builder, groups, done.first)
-    elif file.kind == "bin":
-        flat, docs = options.flat, builder.docs
-        assert flat
-        chunks = flat.checked(file.path, _chunks(file))
-        _cut_bytes(builder, number, chunks, flat.ends, done)
-        flat.refuse_endless(file.path, builder.docs - docs)
-    elif file.is_csv:
-        _cut_csv(builder, number, file, options, done)
-    elif file.kind == "text":
-        ends = _no_ends if options.text_documents == "file" else _line_ends
-        _cut_bytes(builder, number, _chunks(file), ends, done)
-    else:
-        _check_head(file, [*(columns or [column or "text"]), *filtered], known)
-        if file.kind == "json":
-            _cut_elements(builder, number, file, done.first)
-        else:
-            _cut_bytes(builder, number, _chunks(file), _line_ends, done)
-
-
-def _cut_table(builder: _Builder, groups: Iterator[tuple[Span, int]], first: int) -> None:
-    for group, size in groups:
-        cancellation().check()
-        per_row = max(1, size // max(1, group.count))
-        taken = max(0, first - group.first)
-        while taken < group.count and not builder.full:
-            fit = -(-builder.room // per_row)
-            count = min(group.count - taken, fit, builder.docs_left)
-            builder.add(group.part(taken, count), count * per_row)
-            taken += count
-        if builder.full:
-            return
-
-
-def _check_head(file: CorpusFile, columns: Sequence[str], known: ColumnKinds) -> None:
-    """Check the types in the first row of JSON against earlier files; ignore parse errors."""
-    with file.open() as stream:
-        data = file.read(stream, _HEAD).removeprefix(b"\xef\xbb\xbf").lstrip()
-    try:
-        if file.kind == "json":
-            row = next(file.pieces(iter([data]), _HEAD)).data
-        else:
-            row = data.partition(b"\n")[0]
-        record = json.loads(row or b"null")
-    except (ValueError, RecursionError, InputError, StopIteration):
-        return
-    if isinstance(record, dict):
-        fields = cast(dict[str, Any], record)
-        known.check(str(file.path), {name: json_kind(value_at(fields, name)) for name in columns})
-
-
-def _cut_csv(
-    builder: _Builder,
-    number: int,
-    file: CorpusFile,
-    options: CutOptions,
-    done: CutSoFar,
-) -> None:
-    """Cut the records after the header, in one pass."""
-    header = read_header(file)
-    if header is None:
-        return
-    refuse_missing(file.path, header.columns, options.columns)
-    refuse_missing(file.path, header.columns, options.filtered, ", which --filter names")
-    refuse_missing(file.path, header.columns, options.keep, ", which --keep names")
-    if not options.columns:
-        header.text_column(file, options.text_column)
-    ends = RecordEnds(file.delimiter)
-    with refusing(file):
-        done = replace(done, byte=max(done.byte, header.stop))
-        _cut_bytes(builder, number, _chunks(file), ends, done)
-        if not builder.full:
-            ends.finish()
-
-
-def _after(chunks: Iterable[bytes], start: int) -> Iterator[bytes]:
-    """Yield the bytes from an offset on."""
-    for data in chunks:
-        if start < len(data):
-            yield data[start:]
-        start = max(0, start - len(data))
-
-
-def _line_ends(data: bytes, position: int) -> np.ndarray:
-    return position + 1 + np.flatnonzero(np.frombuffer(data, np.uint8) == 10)
-
-
-def _no_ends(data: bytes, position: int) -> np.ndarray:
-    return np.empty(0, np.int64)
-
-
-def _cut_bytes(
-    builder: _Builder,
-    number: int,
-    chunks: Iterable[bytes],
-    ends_in: Callable[[bytes, int], np.ndarray],
-    done: CutSoFar,
-) -> None:
-    """Cut a file in one pass; `ends_in` finds the ends of documents in a piece at an offset."""
-    # Start of the collected span; byte reached; last document end.
-    start = position = ended = done.byte
-    first, documents = done.first, 0
-    digest = xxhash.xxh3_128()
-
-    def close(stop: int, count: int) -> None:
-        nonlocal start, first, documents, digest
-        builder.add(Span(number, first, count, start, stop, digest.hexdigest()), stop - start)
-        start, first, documents, digest = stop, first + count, 0, xxhash.xxh3_128()
-
-    for data in _after(chunks, done.byte):
-        ends = ends_in(data, position)
-        ended = int(ends[-1]) if len(ends) else ended
-        used, taken = 0, 0  # bytes hashed and ends passed in this chunk
-        while taken < len(ends) and not builder.full:
-            by_size = int(np.searchsorted(ends, start + builder.room, side="left")) + 1
-            by_docs = taken + builder.docs_left - documents
-            cut = min(by_size, by_docs)
-            if cut > len(ends):
-                documents += len(ends) - taken
-                taken = len(ends)
-                break
-            cut = max(cut, taken + 1)
-            stop = int(ends[cut - 1])
-            digest.update(data[used : stop - position])
-            used = stop - position
-            documents += cut - taken
-            taken = cut
-            close(stop, documents)
-        if builder.full:
-            return
-        digest.update(data[used:])
-        position += len(data)
-    if position > start:
-        close(position, documents + (position > ended))
-
-
-def _cut_elements(builder: _Builder, number: int, file: CorpusFile, first: int) -> None:
-    """Cut a JSON array from element `first` on, in one pass."""
-    before, count, start, stop = first, 0, 0, 0  # elements to pass; the span being collected
-    digest, begins = xxhash.xxh3_128(), True
-    for piece in file.pieces(_chunks(file), _CHUNK):
-        if before:
-            before -= piece.ends
-            continue
-        if begins and not count:
-            start, digest = piece.start, xxhash.xxh3_128()
-        elif begins:
-            digest.update(b",")
-        digest.update(piece.data)
-        begins = piece.ends
-        if not piece.ends:
-            continue
-        stop, count = piece.stop, count + 1
-        if stop - start >= builder.room or count >= builder.docs_left:
-            builder.add(Span(number, first, count, start, stop, digest.hexdigest()), stop - start)
-            first, count = first + count, 0
-            if builder.full:
-                return
-    if count:
-        builder.add(Span(number, first, count, start, stop, digest.hexdigest()), stop - start)
-
-
-def _chunks(file: CorpusFile) -> Iterator[bytes]:
-    with file.open() as stream:
-        first = True
-        while data := file.read(stream, _CHUNK):
-            if first:
-                refuse_wide(file, data)
-            first = False
-            cancellation().check()
-            yield data
-
-
-def is_forward(file: CorpusFile) -> bool:
-    """Return whether a file's units stay together, in their order."""
-    return bool(file.compression) and size_of(file.path) > _QUICKLY
-
-
-def refuse_iterator(program: ProgramSource | None) -> None:
-    if program and program.length is None:
-        raise ConfigError(
-            f"--shuffle-docs: {program.name} gives its documents one after another; let it return "
-            "what has __len__ and __getitem__, or shuffle by itself"
-        )
-
-
 def shuffled(units: Sequence[Unit], seed: int, forward: Sequence[bool]) -> list[Unit]:
     """Return the units, permuted by the seed; `forward` says which files' units stay together."""
     groups: list[list[Unit]] = [[unit] for unit in units[:1]]
@@ -468,25 +185,25 @@ def shuffled(units: Sequence[Unit], seed: int, forward: Sequence[bool]) -> list[
 
 
 def first_documents(
-    units: Sequence[Unit], count: int | None, program: ProgramSource | None
+    units: Sequence[Unit], count: int | None, reader: CorpusReader
 ) -> Iterator[Unit]:
     """Yield units until there are `count` documents; the last unit may be cut short."""
     for unit in units:
         if count is not None and unit.num_docs > count:
             if count:
-                yield _shortened(unit, count, program)
+                yield _shortened(unit, count, reader)
             return
         yield unit
         count = None if count is None else count - unit.num_docs
 
 
-def _shortened(unit: Unit, count: int, program: ProgramSource | None) -> Unit:
+def _shortened(unit: Unit, count: int, reader: CorpusReader) -> Unit:
     spans, left = list(unit.spans[:0]), count
     for span in unit.spans:
         taken = min(span.count, left)
         left -= taken
-        if taken < span.count and program:
-            span = replace(span, digest=program.part(span.first, taken).digest)
-        spans += [replace(span, count=taken)] if taken else []
+        if 0 < taken < span.count:
+            span = reader.opened(span.file).shortened(span, taken)
+        spans += [span] if taken else []
     tokens = max(1, unit.tokens * count // unit.num_docs)
     return replace(unit, num_docs=count, tokens=tokens, spans=tuple(spans))

@@ -25,7 +25,8 @@ from spile.core.errors import ConfigError, StoreError
 from spile.core.humanize import plural
 from spile.core.recipe import ResolvedRecipe
 from spile.core.units import Unit
-from spile.corpus.files import CorpusFile, lasting
+from spile.corpus.files import lasting
+from spile.corpus.formats.contract import CorpusFile
 from spile.corpus.programs.program import is_program
 from spile.corpus.units import CutSoFar
 from spile.dataset.records.generations import Generation

@@ -16,9 +16,9 @@ from spile.core.recipe import ResolvedRecipe
 from spile.core.units import Unit
 from spile.corpus.chats.rows import RowReader
 from spile.corpus.documents import Documents
-from spile.corpus.files import CorpusFile
+from spile.corpus.formats.contract import CorpusFile, ReadOptions
 from spile.corpus.pack import PackedUnit, pack_unit
-from spile.corpus.reader import CorpusReader, ReadOptions
+from spile.corpus.reader import CorpusReader
 from spile.corpus.select import selection_of
 from spile.corpus.tokenize import TextTokenizer, tokenize
 from spile.dataset.codec.documents import encode_documents

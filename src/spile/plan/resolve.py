@@ -17,17 +17,18 @@ import numpy as np
 
 from spile.core.config import MAX_DOC_BYTES, PREVIEW, Recipe, flag_of
 from spile.core.errors import ConfigError, DriftError, InputError
-from spile.core.expressions import DocumentFilter, RowFilter
+from spile.core.expressions import RowFilter
 from spile.core.humanize import plural
 from spile.core.identity import contents_digest, sampled_digests
 from spile.core.recipe import OF_EACH_ROW, ResolvedRecipe
 from spile.core.units import Unit
 from spile.corpus.chats.rows import RowReader, read_as
-from spile.corpus.files import CorpusFile, find_files, lasting
-from spile.corpus.formats.token_ids import TokenIds, read_ids, settle_ids
+from spile.corpus.files import find_files, lasting
+from spile.corpus.formats.contract import CorpusFile, ReadOptions
+from spile.corpus.formats.token_ids import read_ids, settle_ids
 from spile.corpus.named_columns import keep_spelled, refuse_missing_columns, settled_columns
 from spile.corpus.programs.program import Program, is_program
-from spile.corpus.reader import CorpusReader, ReadOptions
+from spile.corpus.reader import CorpusReader
 from spile.corpus.select import selection_of
 from spile.corpus.tokenize import TextTokenizer
 from spile.corpus.units import (
@@ -361,14 +362,12 @@ def _settled(
 def _identity(
     recipe: Recipe, files: list[CorpusFile], reading: RowReader | None
 ) -> tuple[str, ...]:
-    """Return the identity of the corpus: of its files, or of the program that generates it."""
-    program = files[0].program
-    if program is None:
-        return tuple(f.identity for f in files if f.identity) or tuple(
-            sampled_digests(file.path for file in files)
-        )
+    """Return the identity of each file: its bytes' digest, unless its format has another."""
     with closing(CorpusReader(files, ReadOptions(recipe.text_column), reading=reading)) as reader:
-        return ("; ".join(reader.opened(program).identity()),)
+        own = [reader.opened(number).identity() for number in range(len(files))]
+    unnamed = (file.path for file, identity in zip(files, own, strict=True) if not identity)
+    digests = iter(sampled_digests(unnamed))
+    return tuple(identity or next(digests) for identity in own)
 
 
 def _make_table(
@@ -436,18 +435,12 @@ def _cut(
             unit_tokens=resolved.unit_tokens,
             density=density * selection_of(resolved).share,
             read=read,
-            text_column=resolved.text_column,
-            text_documents=resolved.text_documents,
-            columns=reading.columns if reading else (),
-            filtered=DocumentFilter(resolved.filter).columns if resolved.filter else (),
             keep=named,
-            flat=reading.flat if isinstance(reading, TokenIds) else None,
             max_docs=resolved.max_docs,
             max_tokens=resolved.max_tokens,
             shuffle=resolved.shuffle_docs,
         )
-        program = reader.opened(files[0].program) if files[0].program else None
-        units = make_units(files, options, program, so_far)
+        units = make_units(reader, options, so_far)
         if resolved.dedupe and units:
             units = without_duplicates([*before, *units], reader)[len(before) :]
     return units, kept
@@ -471,7 +464,7 @@ def _shares(
         first_ones = documents.first(resolved.max_docs)
         found = prepare_documents(whole, tokenizer, first_ones, with_table=False)
         sampled = sum(len(ids) for ids in found.tokens.values())
-        every += round(sampled * reader.times_longer(file, taken))
+        every += round(sampled * reader.opened(file).times_longer(taken))
         read += found.packed.num_tokens
         rows += int(chosen.mask(found.packed.index).sum())
         indexes.append(found.packed.index)

@@ -17,7 +17,7 @@ import xxhash
 
 from spile.core.config import Runtime
 from spile.core.threads import mapped
-from spile.corpus.units import Unit, is_forward
+from spile.core.units import Unit
 from spile.dataset.codec.documents import kept_bytes
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.write.unit_writer import unit_bytes
@@ -77,7 +77,7 @@ def survey(
 
 def _drawn(job: ExtractionJob, units: Sequence[Unit]) -> list[Unit]:
     """Permute units so that the first few are a sample of all, unless files are read in order."""
-    forward = any(is_forward(file) or file.program for file in job.files)
+    forward = any(file.is_forward or file.format.in_order for file in job.files)
     drawn = {unit.id: xxhash.xxh3_64_intdigest(f"survey {unit.id}".encode()) for unit in units}
     return list(units) if forward else sorted(units, key=lambda unit: drawn[unit.id])
 

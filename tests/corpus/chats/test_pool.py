@@ -23,7 +23,8 @@ from spile.corpus.chats.rows import Chats, Pairs, template_of
 from spile.corpus.chats.template import ChatTemplate
 from spile.corpus.documents import CorpusDocument
 from spile.corpus.files import find_files
-from spile.corpus.reader import CorpusReader, ReadOptions
+from spile.corpus.formats.contract import ReadOptions
+from spile.corpus.reader import CorpusReader
 from support import tiny
 from support.texts import units_of
 
@@ -124,7 +125,7 @@ def test_what_is_kept_of_a_document_stays_with_it(tmp_path: Path) -> None:
             )
             file.write(line + "\n")
     files = find_files(str(path))
-    (unit,) = units_of(files, columns=("chat",))
+    (unit,) = units_of(files, reading=CHATS)
     found: list[Any] = []
     for processes in (1, 2):
         options = ReadOptions(keep=("id",), preview=40)

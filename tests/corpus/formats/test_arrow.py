@@ -69,7 +69,7 @@ def test_texts_come_from_any_type_of_string(kind: pa.DataType, tmp_path: Path) -
 
 def reader_of(path: Path, column: str = "input_ids") -> tuple[CorpusReader, list[Unit]]:
     files, ids = find_files(str(path)), TokenIds(1000, column)
-    units = units_of(files, 60, columns=ids.columns)
+    units = units_of(files, 60, reading=ids)
     return CorpusReader(files, reading=ids), units
 
 
@@ -132,10 +132,9 @@ def test_a_damaged_file_is_read_or_refused_and_never_more(data: st.DataObject) -
     for reading in (None, TokenIds(1000, "input_ids")):
         try:
             files = find_files(str(path))
-            columns = reading.columns if reading else ()
             reader = CorpusReader(files, reading=reading)
             reader.sample(0)
-            for unit in units_of(files, 50, columns=columns, max_docs=10_000):
+            for unit in units_of(files, 50, reading=reading, max_docs=10_000):
                 reader.read(unit.spans, unit.first_doc)
         except SpileError as error:
             assert "\n" not in str(error)

@@ -10,9 +10,10 @@ import pytest
 
 from spile.core.errors import InputError
 from spile.core.expressions import DocumentFilter
+from spile.corpus.documents import value_at
 from spile.corpus.files import find_files
-from spile.corpus.formats.columns import value_at
-from spile.corpus.reader import CorpusReader, ReadOptions
+from spile.corpus.formats.contract import ReadOptions
+from spile.corpus.reader import CorpusReader
 from support.texts import read, units_of, write_parquet
 
 HARD = [
@@ -69,7 +70,7 @@ def test_a_field_of_a_nested_column_can_be_the_text(kind: str, tmp_path: Path) -
 def test_a_field_can_be_the_text_beside_the_column_that_is_filtered_by(tmp_path: Path) -> None:
     columns = {"a": pa.array([row["a"] for row in ROWS]), "n": pa.array([1, 2, 3, 4])}
     files = find_files(str(write_parquet(tmp_path / "a.parquet", columns)))
-    (unit,) = units_of(files, text_column="a.b")
+    (unit,) = units_of(files, read=ReadOptions("a.b"))
     reader = CorpusReader(files, ReadOptions("a.b", filter=DocumentFilter("n >= 2")))
     assert reader.read(unit.spans, 0).texts == ["four"]
 
@@ -105,7 +106,7 @@ def test_a_table_of_chats_is_refused_with_the_flag_that_reads_it(
     with pytest.raises(InputError, match=r"--text-column .*; --messages chat reads its chats$"):
         units_of(find_files(str(path)))
     if strings:
-        assert units_of(find_files(str(path)), text_column="id")[0].num_docs == 1
+        assert units_of(find_files(str(path)), read=ReadOptions("id"))[0].num_docs == 1
 
 
 @pytest.mark.parametrize("other", [pa.array([1, 2]), pa.array([["a"], []]), pa.array([{"x": 1}])])
@@ -132,12 +133,13 @@ def test_changed_and_missing_columns_are_found_when_the_corpus_is_cut(
     write_parquet(tmp_path / "a.parquet", {**text, "score": pa.array([1])})
     write_parquet(tmp_path / "b.parquet", {**text, "score": pa.array([0.5])})
     files = find_files(str(tmp_path))
-    assert len(units_of(files, filtered=["score"])[0].spans) == 2, "numbers are numbers"
+    by_score = ReadOptions(filter=DocumentFilter("score > 0"))
+    assert len(units_of(files, read=by_score)[0].spans) == 2, "numbers are numbers"
     write_parquet(tmp_path / "b.parquet", {**text, "score": pa.array(["high"])})
     with pytest.raises(InputError, match=r"b\.parquet: 'score' is string there, but int64 in"):
-        units_of(files, filtered=["score"])
+        units_of(files, read=by_score)
     with pytest.raises(InputError, match="no column 'none', which --filter names"):
-        units_of(files, filtered=["none"])
+        units_of(files, read=ReadOptions(filter=DocumentFilter("none > 0")))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json"])

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 
 from spile.core.errors import DataError, InputError
 from spile.core.expressions import DocumentFilter
-from spile.corpus import units as units_module
 from spile.corpus.chats.rows import Pairs
 from spile.corpus.documents import Documents
 from spile.corpus.files import find_files
-from spile.corpus.formats import text as text_module
+from spile.corpus.formats import byte_files, contract
+from spile.corpus.formats.contract import ReadOptions
 from spile.corpus.formats.csv import CsvError, fields, records, typed
-from spile.corpus.reader import CorpusReader, ReadOptions
-from spile.corpus.units import CutOptions, make_units
+from spile.corpus.reader import CorpusReader
 from support.marks import examples
 from support.texts import read, units_of
 
@@ -61,8 +60,8 @@ def test_every_record_is_in_one_unit_with_the_values_that_were_written(
                    quoting=quoting)  # fmt: skip
     data = data if last else data.removesuffix(end.encode())
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(units_module, "_CHUNK", chunk)
-        patch.setattr(text_module, "_READ_SIZE", chunk + 1)
+        patch.setattr(byte_files, "CHUNK", chunk)
+        patch.setattr(contract, "_READ_SIZE", chunk + 1)
         path = Path(name) / ("a.csv" if delimiter == "," else "a.tsv")
         path.write_bytes(data)
         files = find_files(str(path))
@@ -150,8 +149,7 @@ def test_what_is_left_out_is_counted_and_ordinals_go_on(ending: str, tmp_path: P
 
 def read_with(path: Path, options: ReadOptions, reading: Any = None) -> Documents:
     files = find_files(str(path))
-    cut = CutOptions(unit_tokens=1 << 30, density=1.0, columns=reading.columns if reading else ())
-    (unit,) = make_units(files, cut)
+    (unit,) = units_of(files, read=options, reading=reading)
     with closing(CorpusReader(files, options, reading=reading)) as reader:
         sampled, _ = reader.sample(0)
         found = reader.read(unit.spans, unit.first_doc)

@@ -10,7 +10,8 @@ import pytest
 from spile.core.errors import DataError, InputError
 from spile.core.units import Span
 from spile.corpus.files import find_files
-from spile.corpus.reader import CorpusReader, ReadOptions
+from spile.corpus.formats.contract import ReadOptions
+from spile.corpus.reader import CorpusReader
 from support.texts import NOT_UTF8, read, units_of, write_parquet
 
 KINDS = [pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary()]

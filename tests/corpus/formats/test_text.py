@@ -13,8 +13,9 @@ import zstandard
 import spile
 from chaos.harness import extracted
 from spile.core.errors import InputError
-from spile.corpus.files import CorpusFile, find_files
-from spile.corpus.formats.text import refuse_wide
+from spile.corpus.files import find_files
+from spile.corpus.formats.byte_files import refuse_wide
+from spile.corpus.formats.contract import CorpusFile
 from spile.corpus.reader import CorpusReader
 from support.texts import units_of
 
@@ -129,5 +130,4 @@ def test_a_later_file_of_another_encoding_is_refused_too(tmp_path: Path) -> None
      b"plain text with one \x00 in it\n" * 9],
 )  # fmt: skip
 def test_utf8_is_not_taken_for_something_else(data: bytes, tmp_path: Path) -> None:
-    refuse_wide(CorpusFile(tmp_path / "a.txt", "text"), data)
-    refuse_wide(CorpusFile(tmp_path / "a.bin", "bin"), "ids".encode("utf-16"))
+    refuse_wide(tmp_path / "a.txt", data)

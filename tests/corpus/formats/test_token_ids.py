@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError, DataError, InputError
 from spile.corpus.files import find_files
+from spile.corpus.formats.contract import ReadOptions
 from spile.corpus.formats.token_ids import FlatArray, TokenIds, settle_ids
-from spile.corpus.reader import CorpusReader, ReadOptions
+from spile.corpus.reader import CorpusReader
 from spile.corpus.select import TOO_LARGE
 from support import tiny
 from support.texts import units_of
@@ -80,10 +81,11 @@ def test_units_of_an_array_hold_every_document_once(
         wanted += split(ids, array)
         (tmp_path / f"{name}.bin").write_bytes(np.array(ids, U2).tobytes())
     files = find_files(str(tmp_path))
-    reader = CorpusReader(files, reading=TokenIds(10, flat=array))
+    ids = TokenIds(10, flat=array)
+    reader = CorpusReader(files, reading=ids)
     for most in (None, 7):
         found: dict[int, list[int]] = {}
-        for unit in units_of(files, size, flat=array, max_docs=most):
+        for unit in units_of(files, size, reading=ids, max_docs=most):
             part = reader.read(unit.spans, unit.first_doc)
             assert len(part.ids) == unit.num_docs
             found.update({o: i.tolist() for o, i in zip(part.ordinals, part.ids, strict=True)})
@@ -95,9 +97,9 @@ def test_a_changed_array_is_refused_and_a_too_large_document_counted(tmp_path: P
     path = tmp_path / "a.bin"
     ids = np.array([1, 2, END, *([3] * 500), END, 4, END], U2)
     path.write_bytes(ids.tobytes())
-    files, array = find_files(str(path)), flat()
-    (unit,) = units_of(files, flat=array)
-    reader = CorpusReader(files, ReadOptions(max_doc_bytes=800), reading=TokenIds(10, flat=array))
+    files, reading = find_files(str(path)), TokenIds(10, flat=flat())
+    (unit,) = units_of(files, reading=reading)
+    reader = CorpusReader(files, ReadOptions(max_doc_bytes=800), reading=reading)
     found = reader.read(unit.spans, 0)
     assert ([i.tolist() for i in found.ids], found.ordinals) == ([[1, 2, END], [4, END]], [0, 2])
     assert found.skipped == {TOO_LARGE: 1}
@@ -177,9 +179,9 @@ def test_the_width_of_ids_is_the_one_given_or_follows_from_the_vocabulary(
 def test_arrays_beside_other_files_of_a_folder_are_left_aside(tmp_path: Path) -> None:
     for name in ("a.bin", "b.bin"):
         (tmp_path / name).write_bytes(b"\1\0")
-    assert [file.kind for file in find_files(str(tmp_path))] == ["bin", "bin"]
+    assert [file.path.name for file in find_files(str(tmp_path))] == ["a.bin", "b.bin"]
     (tmp_path / "c.jsonl").write_text('{"text": "x"}\n')
-    assert [file.kind for file in find_files(str(tmp_path))] == ["jsonl"]
+    assert [file.path.name for file in find_files(str(tmp_path))] == ["c.jsonl"]
     with pytest.raises(InputError, match="of a kind"):
         settle_ids(Recipe(), find_files(f"{tmp_path}/*"), 100)
     with pytest.raises(ConfigError, match="--doc-separator is for .bin"):
@@ -192,8 +194,8 @@ def test_a_large_array_that_no_separator_cuts_is_refused(
     path = tmp_path / "a.bin"
     path.write_bytes(np.array([1, 2, 3], U2).tobytes() * 100)
     files = find_files(str(path))
-    assert len(units_of(files, flat=flat())) == 1
+    assert len(units_of(files, reading=TokenIds(10, flat=flat()))) == 1
     monkeypatch.setattr("spile.corpus.formats.token_ids.MAX_DOC_BYTES", 500)
     with pytest.raises(InputError, match="token 9 is not in it.*--doc-separator"):
-        units_of(files, flat=flat())
-    assert units_of(files, flat=flat(separator=None))[0].num_docs == 75
+        units_of(files, reading=TokenIds(10, flat=flat()))
+    assert units_of(files, reading=TokenIds(10, flat=flat(separator=None)))[0].num_docs == 75

@@ -56,7 +56,8 @@ def test_a_card_says_which_files_are_which_split(hub: Hub) -> None:
     }  # fmt: skip
     found = find_files(pinned("me/made:large:train", "dataset"))
     assert [file.path.name for file in found] == ["1.parquet", "3.parquet", "4.parquet"]
-    assert [file.kind for file in find_files(pinned("me/made:large:held", "dataset"))] == ["jsonl"]
+    (file,) = find_files(pinned("me/made:large:held", "dataset"))
+    assert file.path.name == "held.jsonl"
     assert pinned("me/made::test", "dataset").endswith(":small:test")
     assert "has several splits; choose one; there are: test, train" in refused("me/made")
     assert "has no config 'x'; there are: gone, large, plain, small" in refused("me/made:x")

@@ -13,8 +13,7 @@ from spile.core.config import Recipe, canonical_json, flag_of
 from spile.core.errors import ConfigError
 from spile.core.index import ROLES
 from spile.corpus.chats.template import ChatTemplate, read_template
-from spile.corpus.documents import CorpusDocument
-from spile.corpus.formats.columns import value_at
+from spile.corpus.documents import CorpusDocument, value_at
 from spile.corpus.programs.program import ProgramDocument
 from spile.corpus.select import BLANK, EMPTY
 from spile.objects.paths import AnyPath

@@ -25,6 +25,7 @@ import pyarrow as pa
 import xxhash
 
 from spile.core.errors import DataError, InputError
+from spile.core.units import Span
 from spile.corpus.formats.columns import (
     UNREADABLE,
     ColumnKinds,
@@ -37,7 +38,8 @@ from spile.corpus.formats.columns import (
     text_column,
     with_names,
 )
-from spile.corpus.formats.parquet import TEXT
+from spile.corpus.formats.contract import UnitBuilder
+from spile.corpus.formats.tables import TEXT, Row, TableFormat
 from spile.objects.paths import AnyPath
 
 _MAGIC = b"ARROW1"
@@ -107,46 +109,6 @@ def batches(
                 yield RecordBatchPlace(
                     each.rows, each.stop - each.start, each.start, each.stop, digest
                 )
-
-
-def read_rows(
-    path: AnyPath,
-    wanted: str | None,
-    columns: Sequence[str],
-    batch: RecordBatchPlace,
-    first: int,
-    count: int,
-    *,
-    texts: bool,
-    ids: str | None,
-    keep: Sequence[str] = (),
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield `count` rows of a batch from row `first` on, as Python values, and their kept columns.
-
-    With `texts`, the text's bytes are under the key `TEXT`. Values of the column `ids` are arrays.
-    """
-    with _refusing(path):
-        found = schema(path)
-        names, text = _chosen(path, found, wanted, columns, texts=texts)
-        kept = [name for name in keep if name in found.names]
-        data = _bytes(path, batch.start, batch.stop)
-        header = data[_PREFIX.size : _PREFIX.size + _PREFIX.unpack(data[: _PREFIX.size])[1]]
-        if xxhash.xxh3_128_hexdigest(header) != batch.digest:
-            raise DataError(
-                f"{path}: changed since the unit table was made (the record batch at byte "
-                f"{batch.start}); restore the file or use another --out"
-            )
-        whole = pa.ipc.read_record_batch(pa.ipc.read_message(data), found)
-        whole.validate()  # otherwise a slice could crash the process
-        for start in range(first, first + count, _ROWS):
-            part = whole.slice(start, min(_ROWS, first + count - start))
-            others = part.select([*dict.fromkeys([*names, *(k for k in kept if k != text)])])
-            others.validate(full=True)  # the file's own metadata may be false
-            rows = rows_of(others.select(names), ids)
-            if text is not None:
-                for row, value in zip(rows, _texts(leaf(part, text)), strict=True):
-                    row[TEXT] = value
-            yield from zip(rows, kept_rows(path, part, kept), strict=True)
 
 
 def _messages(stream: BinaryIO) -> Iterator[_Message]:
@@ -220,14 +182,6 @@ def _schema(path: AnyPath, first: _Message) -> pa.Schema:
     return found
 
 
-def _chosen(
-    path: AnyPath, found: pa.Schema, wanted: str | None, columns: Sequence[str], *, texts: bool
-) -> tuple[list[str], str | None]:
-    """Return the columns to read, and the text column among them."""
-    names = columns_holding(path, found, columns)
-    return names, text_column(path, found, wanted) if texts else None
-
-
 def _bytes(path: AnyPath, start: int, stop: int) -> pa.Buffer:
     if not isinstance(path, Path):
         return pa.py_buffer(path.read_range(start, stop))
@@ -249,3 +203,55 @@ def _texts(column: pa.Array) -> list[bytes | None]:
     column = column.view(raw.get(column.type, column.type))
     column.validate(full=True)
     return column.to_pylist()
+
+
+class ArrowFormat(TableFormat):
+    """Arrow IPC files and streams, as the `datasets` library caches them."""
+
+    title = "Arrow"
+    suffixes = (".arrow",)
+
+    def schema(self) -> Any:
+        return schema(self.file.path)
+
+    def groups(self, builder: UnitBuilder | None = None) -> Iterator[tuple[Span, int]]:
+        row, context, wanted = 0, self.context, self.options.text_column
+        found = batches(self.file.path, wanted, context.own_columns) if builder is None else (
+            batches(self.file.path, wanted, context.own_columns, builder.keep,
+                    also=context.filter_columns, known=builder.known)
+        )  # fmt: skip
+        for batch in found:
+            span = Span(self.number, row, batch.rows, batch.start, batch.stop, batch.digest)
+            yield span, batch.size
+            row += batch.rows
+
+    def rows(self, span: Span) -> Iterator[Row]:
+        path, context = self.file.path, self.context
+        with _refusing(path):
+            found = schema(path)
+            names = columns_holding(path, found, (*context.own_columns, *context.filter_columns))
+            text = None if context.rows else text_column(path, found, self.options.text_column)
+            kept = [name for name in self.options.keep if name in found.names]
+            whole = self._batch(span, found)
+            for start in range(span.before, span.before + span.count, _ROWS):
+                part = whole.slice(start, min(_ROWS, span.before + span.count - start))
+                others = part.select([*dict.fromkeys([*names, *(k for k in kept if k != text)])])
+                others.validate(full=True)  # the file's own metadata may be false
+                rows = rows_of(others.select(names), self.ids)
+                if text is not None:
+                    for row, value in zip(rows, _texts(leaf(part, text)), strict=True):
+                        row[TEXT] = value
+                yield from zip(rows, kept_rows(path, part, kept), strict=True)
+
+    def _batch(self, span: Span, schema: pa.Schema) -> pa.RecordBatch:
+        """Return the record batch of a span; raise DataError if its header has changed."""
+        data = _bytes(self.file.path, span.start, span.stop)
+        header = data[_PREFIX.size : _PREFIX.size + _PREFIX.unpack(data[: _PREFIX.size])[1]]
+        if xxhash.xxh3_128_hexdigest(header) != span.digest:
+            raise DataError(
+                f"{self.file.path}: changed since the unit table was made (the record batch at "
+                f"byte {span.start}); restore the file or use another --out"
+            )
+        whole = pa.ipc.read_record_batch(pa.ipc.read_message(data), schema)
+        whole.validate()  # otherwise a slice could crash the process
+        return whole

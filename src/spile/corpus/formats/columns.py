@@ -1,4 +1,4 @@
-"""Column types, and the rows of Arrow tables as Python values.
+"""Column types, the rows of Arrow tables as Python values, and zstd streams.
 
 Token ids stay arrays. A column must hold the same kind of value in every file of a corpus; a
 mismatch is found when the corpus is cut, not later.
@@ -11,7 +11,8 @@ import difflib
 import struct
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -67,15 +68,6 @@ def json_kind(value: Any) -> tuple[str, str]:
 def first_line(error: BaseException) -> str:
     """Return the first line of a library's error message."""
     return (str(error).splitlines() or [type(error).__name__])[0][:500]
-
-
-def value_at(row: Mapping[str, Any], column: str) -> Any:
-    """Return a row's value; `a.b` is key b of the object under a, unless a key `a.b` exists."""
-    if column in row or "." not in column:
-        return row.get(column)
-    head, _, rest = column.partition(".")
-    inner = row.get(head)
-    return value_at(inner, rest) if isinstance(inner, Mapping) else None  # pyright: ignore[reportUnknownArgumentType]
 
 
 def is_chat(value: Any) -> bool:
@@ -330,3 +322,10 @@ def _word(kind: pa.DataType) -> str:
         return "list"
     words = {types.is_null: NULL, types.is_boolean: "boolean", types.is_struct: "struct"}
     return next((word for is_kind, word in words.items() if is_kind(kind)), str(kind))
+
+
+def open_zstd(path: AnyPath) -> BinaryIO:
+    """Open a zstd file; unlike with zstandard's reader, a truncated file is an error."""
+    local = isinstance(path, Path)
+    stream = pa.OSFile(str(path)) if local else pa.PythonFile(path.open("rb"), mode="r")
+    return pa.CompressedInputStream(stream, "zstd")

@@ -16,15 +16,20 @@ from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
+from typing import ClassVar
 
 import numpy as np
 
 from spile.core.errors import InputError
 from spile.core.options import listed, shown
-from spile.corpus.files import CorpusFile
+from spile.core.units import Span
+from spile.corpus.documents import CorpusDocument
+from spile.corpus.formats.byte_files import LONGEST_LINE, SAMPLE_BYTES, ByteFormat, refuse_wide
 from spile.corpus.formats.columns import refuse_missing
-from spile.corpus.formats.text import refuse_wide
+from spile.corpus.formats.contract import CorpusFile, UnitBuilder
+from spile.corpus.select import FILTERED, TOO_LARGE
 
 _QUOTE, _NEWLINE, _RETURN = b'"\n\r'
 _INSIDE = re.compile(rb'[^"]*+(?:""[^"]*+)*+')  # inside quotes, up to the closing quote
@@ -170,10 +175,10 @@ class CsvHeader:
         return named[0]
 
 
-def read_header(file: CorpusFile) -> CsvHeader | None:
+def read_header(file: CorpusFile, delimiter: bytes) -> CsvHeader | None:
     """Return the columns that the first record names; None if the file is empty."""
     data, found = b"", np.empty(0, np.int64)
-    ends = RecordEnds(file.delimiter)
+    ends = RecordEnds(delimiter)
     with file.open() as stream, refusing(file):
         while not len(found) and len(data) < _MOST_HEADER:
             more = file.read(stream, _READ_SIZE)
@@ -182,7 +187,7 @@ def read_header(file: CorpusFile) -> CsvHeader | None:
                 found = np.array([len(data)])
                 break
             if not data:
-                refuse_wide(file, more)
+                refuse_wide(file.path, more)
             cut = len(_BOM) if not data and more.startswith(_BOM) else 0
             found = ends(more[cut:], len(data) + cut)
             data += more
@@ -190,13 +195,13 @@ def read_header(file: CorpusFile) -> CsvHeader | None:
         return None
     if not len(found):
         raise _no_header_error(file, f"its first line is longer than {_MOST_HEADER} bytes")
-    return _parsed_header(file, data, int(found[0]))
+    return _parsed_header(file, data, int(found[0]), delimiter)
 
 
-def _parsed_header(file: CorpusFile, data: bytes, stop: int) -> CsvHeader:
+def _parsed_header(file: CorpusFile, data: bytes, stop: int, delimiter: bytes) -> CsvHeader:
     try:
         text = _line(data[:stop].removeprefix(_BOM)).decode()
-        columns = fields(text, file.delimiter.decode(), _MOST_COLUMNS)
+        columns = fields(text, delimiter.decode(), _MOST_COLUMNS)
     except UnicodeDecodeError:
         raise _no_header_error(file, "its first line is not UTF-8") from None
     except CsvError as error:
@@ -342,3 +347,113 @@ def typed(value: str | None) -> int | float | str | None:
         number = int(value)
         return number if -_INT64 <= number < _INT64 else value
     return float(value) if repr(float(value)) == value else value
+
+
+class CsvFormat(ByteFormat):
+    """CSV whose first line names the columns."""
+
+    title = "CSV"
+    suffixes = (".csv",)
+    precedence = 3
+    delimiter: ClassVar[bytes] = b","
+
+    @cached_property
+    def _header(self) -> CsvHeader | None:
+        return read_header(self.file, self.delimiter)
+
+    def cut(self, builder: UnitBuilder, first: int, byte: int) -> None:
+        """Cut the records after the header, in one pass."""
+        path, header, context = self.file.path, self._header, self.context
+        if header is None:
+            return
+        refuse_missing(path, header.columns, context.own_columns)
+        refuse_missing(path, header.columns, context.filter_columns, ", which --filter names")
+        refuse_missing(path, header.columns, builder.keep, ", which --keep names")
+        if not context.own_columns:
+            header.text_column(self.file, self.options.text_column)
+        ends = RecordEnds(self.delimiter)
+        with refusing(self.file):
+            self.cut_bytes(builder, self.chunks(), ends, first, max(byte, header.stop))
+            if not builder.full:
+                ends.finish()
+
+    def read(self, span: Span) -> Iterator[CorpusDocument]:
+        most = self.options.max_doc_bytes
+        found = records(self.bytes_of(span), self.delimiter, most, span.start)
+        return self._documents(found, span.first)
+
+    def sample(self) -> tuple[Iterable[CorpusDocument], int]:
+        with self.file.open() as stream:
+            data = self.file.read(stream, SAMPLE_BYTES)
+            refuse_wide(self.file.path, data)
+            header = self._header
+            if header is None:
+                return [], 0
+            with refusing(self.file):
+                while True:
+                    ends = RecordEnds(self.delimiter)
+                    found = ends(data[header.stop :], header.stop).tolist()
+                    if found or len(data) >= LONGEST_LINE:
+                        break
+                    more = self.file.read(stream, SAMPLE_BYTES)
+                    if not more:
+                        found = [len(data)]
+                        break
+                    data += more
+        stop = found[-1] if found else header.stop
+        if len(data) < SAMPLE_BYTES:  # the whole file
+            stop = len(data)
+        rows = records([data[header.stop : stop]], self.delimiter, len(data), header.stop)
+        return self._documents(rows, 0), stop - header.stop
+
+    def columns(self) -> list[str]:
+        return [name for name in self._header.columns if name] if self._header else []
+
+    def text_columns(self) -> set[str]:
+        header = self._header
+        return {header.text_column(self.file, self.options.text_column)} if header else set()
+
+    def may_have(self, column: str) -> bool:
+        return self._header is not None and column in self._header.columns
+
+    def _documents(
+        self, rows: Iterable[tuple[int, bytes | None]], first: int
+    ) -> Iterator[CorpusDocument]:
+        """Yield documents from records, each given with its offset in the file."""
+        header = self._header
+        assert header
+        plain = self.context.rows is None
+        text = header.text_column(self.file, self.options.text_column) if plain else None
+        with refusing(self.file):
+            for number, (offset, row) in enumerate(rows, first + 1):
+                if row is None or len(row) > self.options.max_doc_bytes:
+                    yield CorpusDocument(skipped=TOO_LARGE)
+                elif not row.strip():
+                    yield CorpusDocument(skipped="empty")
+                else:
+                    try:
+                        record = row.decode("utf-8")
+                    except UnicodeDecodeError:
+                        yield CorpusDocument(skipped="not UTF-8")
+                        continue
+                    found = values(record, header.columns, self.delimiter, offset)
+                    yield self._document(f"{self.file.path} record {number}", found, text)
+
+    def _document(
+        self, where: str, found: dict[str, str | None], text: str | None
+    ) -> CorpusDocument:
+        """Make a document from a record; `text` is the text column, if it holds a plain text."""
+        kept = {name: typed(found.get(name)) for name in self.options.keep or found if name}
+        if self.context.excludes(found, untyped=True):
+            return CorpusDocument(skipped=FILTERED, columns=kept)
+        if text is None:
+            return CorpusDocument(row=(where, found), columns=kept)
+        return CorpusDocument.of_text(found[text] or "", kept)
+
+
+class TsvFormat(CsvFormat):
+    """CSV with tabs for commas."""
+
+    title = "TSV"
+    suffixes = (".tsv",)
+    delimiter = b"\t"

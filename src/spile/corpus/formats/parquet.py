@@ -1,4 +1,4 @@
-"""Parquet footers, the bytes of one column of strings, and zstd streams, all read by Arrow."""
+"""Parquet files: cut by their footers alone, and read by row groups."""
 
 # pyright: standard, reportAttributeAccessIssue=false
 # pyarrow ships no types; the functions of this file declare them.
@@ -6,13 +6,13 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spile.core.errors import InputError
-from spile.core.expressions import DocumentFilter
+from spile.core.units import Span
 from spile.corpus.documents import OVERSIZED, Oversized
 from spile.corpus.formats.columns import (
     UNREADABLE,
@@ -27,15 +27,16 @@ from spile.corpus.formats.columns import (
     text_values,
     with_names,
 )
+from spile.corpus.formats.contract import UnitBuilder
 from spile.corpus.formats.parquet_footer import checked_metadata
+from spile.corpus.formats.tables import TEXT, Row, TableFormat
 from spile.objects.paths import AnyPath
-
-TEXT = ""  # the key of the text in a row of several columns
 
 # Rows decoded at a time. So few that they fit in this much memory even if every value were as large
 # as the whole column in the row group (a dictionary may store a value once for all rows).
 _BATCH_BYTES = 512 << 20
 _BATCH = range(4, 1025)
+_MOST_BYTES = 256  # mean size of a value: columns of longer ones hold no labels
 _AHEAD = 4 << 20  # bytes of a column: a row group is read while it is decoded, not at once
 
 
@@ -117,69 +118,10 @@ def _is_of(leaf: str, names: Sequence[str]) -> bool:
     return any(leaf == name or leaf.startswith(f"{name}.") for name in names)
 
 
-def read_texts(
-    path: AnyPath, wanted: str | None, first: int, count: int, most: int
-) -> Iterator[bytes | Oversized | None]:
-    """Yield the texts of `count` rows from row `first` on, reading only their row groups.
-
-    `OVERSIZED` stands for texts of more than `most` bytes.
-    """
-    with _opened(path) as file:
-        name = text_column(path, file.schema_arrow, wanted)
-        sizes = _row_groups(file, [name])
-        for group, low, high in _groups(file, first, count):
-            if _is_oversized(*sizes[group], most):
-                yield OVERSIZED
-                continue
-            for batch in _batches(file, [(group, low, high)], [name]):
-                yield from text_values(leaf(batch, name), most)
-
-
 def _is_oversized(rows: int, size: int, most: int) -> bool:
     """Return whether a column chunk is one value of more than `most` bytes, to be left unread."""
     # (The chunk holds the value, and maybe two more copies as its minimum and maximum.)
     return rows == 1 and size > 3 * most + _AHEAD
-
-
-def read_rows(
-    path: AnyPath,
-    wanted: str | None,
-    columns: Sequence[str],
-    first: int,
-    count: int,
-    *,
-    filter: DocumentFilter | None,
-    texts: bool,
-    most: int,
-    ids: str | None = None,
-    keep: Sequence[str] = (),
-) -> Iterator[tuple[dict[str, Any] | None, dict[str, Any]]]:
-    """Yield rows as Python values, each with its kept columns as far as the file has them.
-
-    With `texts`, the text's bytes are under the key `TEXT`, as in `read_texts`. Values of the
-    column `ids` are arrays. None stands for a row that the filter excludes by the statistics of its
-    row group.
-    """
-    with _opened(path) as file:
-        text = text_column(path, file.schema_arrow, wanted) if texts else None
-        asked = columns_holding(path, file.schema_arrow, columns)
-        kept = [name for name in keep if name in file.schema_arrow.names]
-        chosen = [*dict.fromkeys([*asked, *kept])]
-        # (A field comes with its column if that is read anyway.)
-        extra = [text] if text and text.split(".")[0] not in chosen and text not in chosen else []
-        sizes = _row_groups(file, extra)
-        for group, low, high in _groups(file, first, count):
-            if filter and not filter.may_match(_bounds(file, group, filter.columns)):
-                yield from [(None, {})] * (high - low)
-                continue
-            unread = bool(extra and chosen) and _is_oversized(*sizes[group], most)
-            read = chosen if unread else [*chosen, *extra]
-            for batch in _batches(file, [(group, low, high)], read):
-                rows = rows_of(batch.select(asked), ids)
-                if text:
-                    values = [OVERSIZED] if unread else text_values(leaf(batch, text), most)
-                    rows = [{**row, TEXT: v} for row, v in zip(rows, values, strict=True)]
-                yield from zip(rows, kept_rows(path, batch, kept), strict=True)
 
 
 def _groups(file: pq.ParquetFile, first: int, count: int) -> Iterator[tuple[int, int, int]]:
@@ -221,8 +163,65 @@ def _bounds(file: pq.ParquetFile, group: int, columns: Sequence[str]) -> dict[st
     return found
 
 
-def open_zstd(path: AnyPath) -> BinaryIO:
-    """Open a zstd file; unlike with zstandard's reader, a truncated file is an error."""
-    local = isinstance(path, Path)
-    stream = pa.OSFile(str(path)) if local else pa.PythonFile(path.open("rb"), mode="r")
-    return pa.CompressedInputStream(stream, "zstd")
+class ParquetFormat(TableFormat):
+    """Parquet."""
+
+    title = "Parquet"
+    suffixes = (".parquet",)
+
+    def schema(self) -> Any:
+        return schema(self.file.path)
+
+    def groups(self, builder: UnitBuilder | None = None) -> Iterator[tuple[Span, int]]:
+        row, context, wanted = 0, self.context, self.options.text_column
+        groups = row_groups(self.file.path, wanted, context.own_columns) if builder is None else (
+            row_groups(self.file.path, wanted, context.own_columns, builder.keep,
+                       also=context.filter_columns, known=builder.known)
+        )  # fmt: skip
+        for rows, size in groups:
+            yield Span(self.number, row, rows), size
+            row += rows
+
+    def texts(self, span: Span) -> Iterator[bytes | Oversized | None]:
+        """Yield texts, reading only their row groups; `OVERSIZED` for those over the limit."""
+        most = self.options.max_doc_bytes
+        with _opened(self.file.path) as file:
+            name = text_column(self.file.path, file.schema_arrow, self.options.text_column)
+            sizes = _row_groups(file, [name])
+            for group, low, high in _groups(file, span.first, span.count):
+                if _is_oversized(*sizes[group], most):
+                    yield OVERSIZED
+                    continue
+                for batch in _batches(file, [(group, low, high)], [name]):
+                    yield from text_values(leaf(batch, name), most)
+
+    def rows(self, span: Span) -> Iterator[Row]:
+        """Yield rows; those that the statistics of their row group exclude are not read."""
+        path, options, context = self.file.path, self.options, self.context
+        with _opened(path) as file:
+            found, filter = file.schema_arrow, options.filter
+            text = None if context.rows else text_column(path, found, options.text_column)
+            asked = columns_holding(path, found, (*context.own_columns, *context.filter_columns))
+            kept = [name for name in options.keep if name in found.names]
+            chosen = [*dict.fromkeys([*asked, *kept])]
+            # (A field comes with its column if that is read anyway.)
+            extra = [text] if text and not {text, text.split(".")[0]} & {*chosen} else []
+            sizes = _row_groups(file, extra)
+            for group, low, high in _groups(file, span.first, span.count):
+                if filter and not filter.may_match(_bounds(file, group, filter.columns)):
+                    yield from [(None, {})] * (high - low)
+                    continue
+                most = options.max_doc_bytes
+                unread = bool(extra and chosen) and _is_oversized(*sizes[group], most)
+                read = chosen if unread else [*chosen, *extra]
+                for batch in _batches(file, [(group, low, high)], read):
+                    rows = rows_of(batch.select(asked), self.ids)
+                    if text:
+                        values = [OVERSIZED] if unread else text_values(leaf(batch, text), most)
+                        rows = [{**row, TEXT: v} for row, v in zip(rows, values, strict=True)]
+                    yield from zip(rows, kept_rows(path, batch, kept), strict=True)
+
+    def scalar_columns(self) -> tuple[str, ...]:
+        names = super().scalar_columns()
+        sizes = mean_sizes(self.file.path, names) if names else {}
+        return tuple(name for name in names if sizes.get(name, 0) <= _MOST_BYTES)

@@ -6,6 +6,7 @@ files do not say which tokenizer made the ids; it must have been the model's.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,13 @@ from spile.core.config import MAX_DOC_BYTES, Recipe, flag_of
 from spile.core.errors import ConfigError, InputError
 from spile.core.options import listed
 from spile.core.recipe import ResolvedRecipe
+from spile.core.units import Span
+from spile.corpus.chats.pool import made_at
 from spile.corpus.documents import CorpusDocument
-from spile.corpus.files import CorpusFile
+from spile.corpus.formats.byte_files import SAMPLE_BYTES, ByteFormat
 from spile.corpus.formats.columns import kinds_of
+from spile.corpus.formats.contract import CorpusFile, ReadContext, UnitBuilder
+from spile.corpus.select import TOO_LARGE
 from spile.corpus.tokenize import TextTokenizer
 from spile.objects.paths import AnyPath, size_of
 
@@ -135,11 +140,59 @@ class TokenIds:
         return CorpusDocument(ids=ids.astype("<i4"))
 
 
+class TokenArrayFormat(ByteFormat):
+    """Flat arrays of token ids."""
+
+    title = "token ids"
+    suffixes = (".bin",)
+    compressible = False
+    precedence = 1
+    has_columns = False
+    holds_ids = True
+    is_text = False
+
+    @property
+    def _ids(self) -> TokenIds:
+        assert isinstance(self.context.rows, TokenIds)
+        return self.context.rows
+
+    @property
+    def _flat(self) -> FlatArray:
+        assert self._ids.flat
+        return self._ids.flat
+
+    def cut(self, builder: UnitBuilder, first: int, byte: int) -> None:
+        docs, path = builder.docs, self.file.path
+        chunks = self._flat.checked(path, self.chunks())
+        self.cut_bytes(builder, chunks, self._flat.ends, first, byte)
+        self._flat.refuse_endless(path, builder.docs - docs)
+
+    def read(self, span: Span) -> Iterator[CorpusDocument]:
+        return self._documents(self.bytes_of(span), span.start, span.first)
+
+    def sample(self) -> tuple[Iterable[CorpusDocument], int]:
+        with self.file.open() as stream:
+            data = self.file.read(stream, SAMPLE_BYTES)
+        return self._documents([data], 0, 0), len(data)
+
+    def _documents(
+        self, pieces: Iterable[bytes], start: int, first: int
+    ) -> Iterator[CorpusDocument]:
+        whole = self._flat.checked(self.file.path, pieces)
+        documents = self._flat.documents(whole, start, self.options.max_doc_bytes)
+        for number, ids in enumerate(documents, first):
+            if ids is None:
+                yield CorpusDocument(skipped=TOO_LARGE)
+                continue
+            where = f"{self.file.path} document {number}"
+            yield made_at(where, partial(self._ids.of_ids, ids))
+
+
 def settle_ids(recipe: Recipe, files: list[CorpusFile], vocabulary: int) -> Recipe:
     """Settle the options about ids; return the recipe unchanged if the corpus is of texts."""
-    flat = [file for file in files if file.kind == "bin"]
+    flat = [file for file in files if file.format.holds_ids]
     if flat and len(flat) < len(files):
-        other = next(file.path for file in files if file.kind != "bin")
+        other = next(file.path for file in files if not file.format.holds_ids)
         raise InputError(f"{flat[0].path} holds token ids, {other} does not; name those of a kind")
     if not flat:
         for name in ("tokens_dtype", "doc_separator"):
@@ -148,8 +201,6 @@ def settle_ids(recipe: Recipe, files: list[CorpusFile], vocabulary: int) -> Reci
         recipe = replace(recipe, tokens_column=recipe.tokens_column or _found(recipe, files))
         if recipe.tokens_column is None:
             return recipe
-        if files[0].program:
-            raise ConfigError("--tokens-column is for files; a program gives texts")
     elif recipe.tokens_column:
         raise ConfigError(f"--tokens-column: {flat[0].path} is an array and has no columns")
     for name in ("text_column", "messages", "prompt_column"):
@@ -208,10 +259,10 @@ def _separator(given: str, tokenizer: TextTokenizer, vocabulary: int) -> int | N
 
 def _found(recipe: Recipe, files: list[CorpusFile]) -> str | None:
     """Return the column of ids in the first table, if only that can be the corpus."""
-    table = next((file for file in files if file.is_table), None)
+    table = next((file for file in files if file.format.has_schema), None)
     if table is None or recipe.text_column or recipe.messages or recipe.prompt_column:
         return None
-    strings, lists = kinds_of(table.schema())
+    strings, lists = kinds_of(table.format(table, 0, ReadContext()).schema())
     lists = [name for name in lists if name in _COLUMNS]
     if not lists or "text" in strings:
         return None
