@@ -13,50 +13,29 @@ rotary angles), whatever the dtype of its weights: all of those are then float64
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from spile.check.hf_modules import (
+    Point,
+    block_points,
+    convolves,
+    embeds_itself,
+    find_attention,
+    find_mlp,
+    find_part,
+    find_shared_expert,
+    find_space,
+    token_rows,
+)
 from spile.core.errors import InputError
 from spile.models.sites import SITES
 
-# Names of each part; the first that the module has is used.
-_NAMES = {
-    "blocks": ("layers", "h", "blocks"),
-    "final_norm": (
-        "norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f", "embedding_norm"
-    ),
-    # Some families call any mixer, or an MLP, by the last name: see `_attention`, `_space`, `_mlp`.
-    "attention": (
-        "self_attn", "attn", "attention", "self_attention", "linear_attn", "conv", "mixer"
-    ),
-    "space": ("mamba", "mixer"),
-    "out_projection": ("o_proj", "c_proj", "dense", "out_proj"),
-    "mlp": ("mlp", "ffn", "block_sparse_moe", "feed_forward", "shared_mlp", "mixer"),
-    "up_projection": ("fc1",),
-    "down_projection": (
-        "down_proj", "c_proj", "dense_4h_to_h", "fc_out", "fc2", "w2", "output_linear"
-    ),
-    "router": ("router", "gate"),
-    "head_dim": ("head_dim", "head_size", "head_v_dim", "v_head_dim"),
-    "gated_norm": ("norm", "o_norm"),
-    "delta_heads": ("num_v_heads", "num_heads"),
-    # `post_attention_layernorm` has two meanings: see `_block_points`.
-    "norm_after_attention": (
-        "post_attention_layernorm",
-        "ln_2",
-        "final_layer_norm",
-        "norm_2",
-        "feedforward_layernorm",
-        "pre_ff_layernorm",
-        "ffn_norm",
-    ),
-}  # fmt: skip
 _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 _ROWS_AT_ONCE = 256  # of logits in float64: a whole context with a large vocabulary takes gigabytes
 
@@ -66,22 +45,7 @@ _DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 # Projections of a linear layer to a number or two for each head, or to the decay of channels.
 _NARROW = ("in_proj_ba", "in_proj_a", "in_proj_b", "a_proj", "b_proj", "forget_gate")
 
-Take = Callable[[Any], Tensor]
 Change = Callable[[np.ndarray], np.ndarray]
-
-
-@dataclass(frozen=True)
-class _Point:
-    """One tap: a module's input or output, and the part of it to keep."""
-
-    name: str
-    module: Any
-    side: Literal["in", "out"]
-    take: Take
-    # index, for a module that takes or returns several values; None: all that it returns
-    item: int | None = 0
-    whole: bool = False  # the tap is all of that value: it can be changed there
-    scale: float = 1.0  # what the tap is multiplied by
 
 
 class Reference:
@@ -89,8 +53,8 @@ class Reference:
 
     def __init__(self, model: torch.nn.Module, changes: Mapping[str, Change] | None = None) -> None:
         """Args:
-        changes: by tap: a function of its values [tokens, ...], with whose result the model
-            continues.
+        changes: for a tap, a function of its values [tokens, ...]; the model continues with what
+            it returns.
 
         Raises:
             InputError: if a tap that is changed is not the whole of what a module takes or returns.
@@ -104,25 +68,25 @@ class Reference:
         self._body.config._attn_implementation = "eager"
         # Learned positions are added to the embeddings; rotary ones rotate q and k.
         self._rotary: Any = getattr(self._body, "rotary_emb", None)
-        blocks = _part(self._body, "blocks")
-        attentions = [_attention(block) for block in blocks]
+        blocks = find_part(self._body, "blocks")
+        attentions = [find_attention(block) for block in blocks]
         self._attentions = {id(attention): i for i, attention in enumerate(attentions)}
-        convolved = [_space(block) or _attention(block) for block in blocks]
+        convolved = [find_space(block) or find_attention(block) for block in blocks]
         self._convolved = [
-            i for i, mixer in enumerate(convolved) if hasattr(mixer, "conv1d") or _convolves(mixer)
+            i for i, mixer in enumerate(convolved) if hasattr(mixer, "conv1d") or convolves(mixer)
         ]
         self._modules: list[Any] = attentions
         self._modeling: Any = sys.modules[type(blocks[0]).__module__]
         heads = getattr(self._body.config, "num_attention_heads", 0)
         self._points = [
             # A model that scales its embeddings may do so inside that module or after it.
-            _Point("embed", blocks[0], "in", _rows, whole=not _embeds_itself(blocks[0]))
+            Point("embed", blocks[0], "in", token_rows, whole=not embeds_itself(blocks[0]))
             if hasattr(self._body, "rotary_emb")
-            else _Point("embed", self._model.get_input_embeddings(), "out", _rows, whole=True),
-            _Point("final_norm", _part(self._body, "final_norm"), "out", _rows),
+            else Point("embed", self._model.get_input_embeddings(), "out", token_rows, whole=True),
+            Point("final_norm", find_part(self._body, "final_norm"), "out", token_rows),
         ]
         for i, block in enumerate(blocks):
-            self._points += _block_points(block, f".{i}", heads)
+            self._points += block_points(block, f".{i}", heads)
         whole = {point.name: point for point in self._points if point.whole}
         if missing := {*(changes or {})} - whole.keys():
             raise InputError(
@@ -132,7 +96,7 @@ class Reference:
         self._changes = [(whole[name], change) for name, change in (changes or {}).items()]
         self._products = [module for block in blocks for module in _products(block)]
         # Of projections, the last rows that are not multiplied in 8 bits: steps of a state space.
-        spaces = filter(None, map(_space, blocks))
+        spaces = filter(None, map(find_space, blocks))
         self._exact = {id(space.in_proj): space.num_heads for space in spaces}
         self._float8 = False
         self._experts = getattr(self._model.config, "_experts_implementation", None)
@@ -203,7 +167,7 @@ class Reference:
                 if wanted(point.name):
                     hooks.enter_context(_hooked(point, found))
             if noise is not None:
-                hooks.enter_context(_rounded_again(_part(self._body, "blocks")[0], noise))
+                hooks.enter_context(_rounded_again(find_part(self._body, "blocks")[0], noise))
             if self._rotary is not None or hasattr(self._modules[0], "rotary_dim"):
                 hooks.enter_context(self._watched_attention(wanted, found))
             if hasattr(self._modeling, _CONVOLUTION):
@@ -334,7 +298,7 @@ class Reference:
 
         def convolved(layer: int, function: Any, *given: Any, **options: Any) -> Any:
             out = function(*given, **options)
-            if _convolves(self._modules[layer]):
+            if convolves(self._modules[layer]):
                 keep(f"conv_in.{layer}", lambda: given[0][0].T)
             keep(f"conv_out.{layer}", lambda: out[0].T)
             return out
@@ -392,65 +356,11 @@ class _InFloat64(TorchDispatchMode):
         return func(*map(wide, args), **given)
 
 
-def _embeds_itself(block: Any) -> bool:
-    """Whether blocks have embeddings of their own, which are made of the usual ones, too."""
-    return getattr(block, "post_per_layer_input_norm", None) is not None
-
-
-def _part(module: Any, role: str) -> Any:
-    for name in _NAMES[role]:
-        if getattr(module, name, None) is not None:
-            return getattr(module, name)
-    raise ValueError(f"{type(module).__name__} has none of {', '.join(_NAMES[role])} ({role})")
-
-
-def _attention(block: Any) -> Any:
-    """The module that has the projections; some families have it inside another one.
-
-    None if the block has no mixer that attends, applies the delta rule or only convolves.
-    """
-    named = (getattr(block, name, None) for name in _NAMES["attention"])
-    attention = next(filter(None, named), None)
-    attention = getattr(attention, "attention", attention)
-    mixes = any(hasattr(attention, name) for name in _NAMES["out_projection"])
-    return attention if mixes and not _is_space(attention) else None
-
-
-def _space(block: Any) -> Any:
-    """The module of the state space, if the block has one."""
-    named = (getattr(block, name, None) for name in _NAMES["space"])
-    return next(filter(_is_space, named), None)
-
-
-def _is_space(mixer: Any) -> bool:
-    return hasattr(mixer, "A_log") and hasattr(mixer, "D")
-
-
-def _convolves(mixer: Any) -> bool:
-    """Whether a mixer is a convolution alone."""
-    return hasattr(mixer, "conv") and hasattr(mixer, "in_proj")
-
-
-def _mlp(block: Any) -> Any:
-    """The module of the MLP, or the block itself if it has its projections; None: it has none."""
-    named = (getattr(block, name, None) for name in _NAMES["mlp"])
-    mlp = next(filter(None, named), block)
-    parts = ("experts", *_NAMES["down_projection"])
-    return mlp if any(hasattr(mlp, part) for part in parts) else None
-
-
-def _shared_expert(block: Any) -> Any:
-    """The expert that every token goes to: inside the mixture, or beside it."""
-    mlp, beside = _mlp(block), getattr(block, "shared_mlp", None)
-    inside = getattr(mlp, "shared_expert", getattr(mlp, "shared_experts", None))
-    return beside if inside is None and beside is not mlp else inside
-
-
 def _products(block: Any) -> list[Any]:
     """The modules of a block that multiply by a matrix, without experts and their router."""
-    mlp = _mlp(block)
-    parts = [_attention(block), _space(block)]
-    parts.append(_shared_expert(block) if hasattr(mlp, "experts") else mlp)
+    mlp = find_mlp(block)
+    parts = [find_attention(block), find_space(block)]
+    parts.append(find_shared_expert(block) if hasattr(mlp, "experts") else mlp)
     named = (getattr(parts[0], name, None) for name in _NARROW)
     narrow = {each for part in named if part is not None for each in part.modules()}
     found: dict[int, Any] = {}
@@ -483,209 +393,6 @@ def _scaled_to_float8(values: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale).to(torch.float8_e4m3fn).float(), scale
 
 
-def _block_points(block: Any, layer: str, heads: int) -> Iterator[_Point]:
-    attention, space, mlp = _attention(block), _space(block), _mlp(block)
-    yield _Point("resid_pre" + layer, block, "in", _rows, whole=True)
-    if attention is not None:
-        yield from _attention_points(block, attention, layer, heads)
-    if space is not None:
-        yield from _space_points(block, space, layer)
-    if mlp is not None:
-        yield from _mlp_points(block, mlp, layer, mixes=bool(attention or space))
-    if _embeds_itself(block):
-        embedded = block.post_per_layer_input_norm
-        yield _Point("layer_embed" + layer, block, "in", _rows, item=1)
-        yield _Point("layer_embed_out" + layer, embedded, "out", _rows)
-    yield _Point("resid_post" + layer, block, "out", _rows, whole=True)
-
-
-def _attention_points(block: Any, attention: Any, layer: str, heads: int) -> Iterator[_Point]:
-    # Beside a state space, attention may read what it reads, but scaled.
-    space = _space(block)
-    yield _Point("attn_in" + layer, space or attention, "in", _rows, whole=space is None)
-    projection = added = _part(attention, "out_projection")
-    # If the MLP's result is normalised, so is attention's, by the norm "post attention"; otherwise
-    # that name means the norm between the stream and the MLP.
-    if hasattr(block, "post_feedforward_layernorm"):
-        added = block.post_attention_layernorm
-    elif hasattr(block, "post_mlp_layernorm"):
-        added = block.post_self_attn_layernorm
-    scale = getattr(block, "residual_multiplier", 1.0) * getattr(block, "attn_out_multiplier", 1.0)
-    yield _Point("attn_out" + layer, added, "out", _rows, whole=True, scale=scale)
-    if _convolves(attention):
-        yield _Point("conv_gate" + layer, attention.in_proj, "out", lambda x: x[0].chunk(3, -1)[1])
-        return
-    head_dim = _part(attention, "head_dim")
-    if hasattr(attention, "conv1d"):
-        norm = _part(attention, "gated_norm")
-        opens = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}[norm.activation]
-
-        def gate(value: Tensor) -> Tensor:
-            heads = _part(attention, "delta_heads")
-            return opens(value.to(torch.float32)).reshape(-1, heads, head_dim)
-
-        yield _Point("attn_gate" + layer, norm, "in", gate, item=1)
-    else:
-        if hasattr(attention, "kv_a_layernorm"):
-            yield from _latent_points(attention, layer)
-        else:
-            found = _projections(attention, heads, head_dim)
-            modules = [projected for projected, _ in found.values()]
-            for site, (projected, take) in found.items():
-                alone = modules.count(projected) == 1
-                yield _Point(site + layer, projected, "out", take, whole=alone)
-        # [batch, head, query, key], as returned: not every family computes them in one function
-        yield _Point("attn_pattern" + layer, attention, "out", lambda x: x[0].transpose(0, 1), 1)
-    yield _Point("z" + layer, projection, "in", _split(head_dim), whole=True)
-
-
-def _space_points(block: Any, space: Any, layer: str) -> Iterator[_Point]:
-    factors = getattr(space, "mup_vector", None)
-    scale = getattr(block, "residual_multiplier", 1.0) * getattr(block, "ssm_out_multiplier", 1.0)
-
-    def gate(value: Tensor) -> Tensor:
-        value = value if factors is None else value * factors
-        wide = value[0, :, : space.intermediate_size].to(torch.float32)
-        return torch.nn.functional.silu(wide).unflatten(-1, (-1, space.head_dim))
-
-    yield _Point("ssm_in" + layer, space, "in", _rows)
-    yield _Point("ssm_gate" + layer, space.in_proj, "out", gate)
-    yield _Point("ssm_z" + layer, space.out_proj, "in", _split(space.head_dim))
-    yield _Point("ssm_out" + layer, space.out_proj, "out", _rows, whole=True, scale=scale)
-
-
-def _mlp_points(block: Any, mlp: Any, layer: str, *, mixes: bool) -> Iterator[_Point]:
-    experts, shared = hasattr(mlp, "experts"), _shared_expert(block)
-    if apart := mlp is not block and hasattr(block, "experts"):  # experts beside a plain MLP
-        shared = block.post_feedforward_layernorm_1
-    down = mlp if experts else _part(mlp, "down_projection")
-    sandwich = hasattr(block, "post_feedforward_layernorm")
-    added = block.post_feedforward_layernorm if sandwich else down
-    added = getattr(block, "post_mlp_layernorm", added)
-    scale = getattr(block, "residual_multiplier", 1.0) * getattr(mlp, "down_multiplier", 1.0)
-    if mixes and not getattr(block, "use_parallel_residual", False):
-        if sandwich:
-            reader = getattr(block, "pre_feedforward_layernorm", mlp)
-        else:
-            norms = (getattr(block, name, None) for name in _NAMES["norm_after_attention"])
-            reader = next(filter(None, norms), None)
-        if reader is not None:  # else attention and MLP share a norm
-            yield _Point("resid_mid" + layer, reader, "in", _rows)
-    reads = _part(block, "up_projection") if mlp is block else mlp
-    yield _Point("mlp_in" + layer, reads, "in", _rows, whole=not apart and mlp is not block)
-    if experts or apart:
-        yield from _expert_points(block if apart else mlp, shared, layer)
-    if not experts:
-        yield _Point("mlp_hidden" + layer, down, "in", _rows, whole=True)
-    if experts and shared is getattr(block, "shared_mlp", block):  # beside the others
-        yield _Point(
-            "mlp_out" + layer, mlp, "in", lambda x: _rows((mlp.forward(x) + shared(x)) * scale)
-        )
-    else:
-        yield _Point("mlp_out" + layer, added, "out", _rows, whole=True, scale=scale)
-
-
-def _expert_points(mlp: Any, shared: Any, layer: str) -> Iterator[_Point]:
-    router = _part(mlp, "router")
-
-    def routed(found: Any) -> Any:
-        if len(found) == 3:
-            return found
-        weights, logits = found  # of all experts: zero for those that are not chosen
-        return logits, *weights.topk(router.top_k)
-
-    def by_weight(found: Any, item: int) -> Tensor:
-        _, weights, _ = values = routed(found)
-        order = weights.argsort(dim=-1, descending=True, stable=True)
-        return values[item].gather(-1, order)
-
-    # Routers return values without the batch dimension; some do not sort them, and some return
-    # probabilities in place of their projection's output.
-    if (projection := getattr(router, "proj", None)) is not None:
-        yield _Point("router_logits" + layer, projection, "out", _rows)
-    else:
-        yield _Point("router_logits" + layer, router, "out", lambda x: routed(x)[0], None)
-    yield _Point("expert_weights" + layer, router, "out", partial(by_weight, item=1), None)
-    yield _Point("expert_ids" + layer, router, "out", partial(by_weight, item=2), None)
-    gate = getattr(mlp, "shared_expert_gate", None)
-    if gate is not None:
-
-        def weighed(x: Tensor) -> Tensor:
-            return torch.sigmoid(torch.nn.functional.linear(x, gate.weight)) * shared(x)
-
-        yield _Point("shared_expert_out" + layer, gate, "in", weighed)
-    elif shared is not None:
-        yield _Point("shared_expert_out" + layer, shared, "out", _rows)
-
-
-def _latent_points(attention: Any, layer: str) -> Iterator[_Point]:
-    """Of attention whose keys and values come from a latent; all heads share a part of the keys."""
-    down, up = attention.kv_a_proj_with_mqa, attention.kv_b_proj
-    own, shared = attention.qk_nope_head_dim, attention.qk_rope_head_dim
-    queries = getattr(attention, "q_b_proj", None) or attention.q_proj
-
-    def split(value: Tensor) -> Tensor:
-        return value.reshape(value.shape[-2], -1, own + attention.v_head_dim)  # batch: one
-
-    def keys(x: Tensor) -> Tensor:
-        latent, last = down(x).split([attention.kv_lora_rank, shared], dim=-1)
-        first = split(up(attention.kv_a_layernorm(latent)))[..., :own]
-        return torch.cat([first, last[0, :, None].expand(-1, first.shape[1], -1)], dim=-1)
-
-    yield _Point("kv_latent" + layer, attention.kv_a_layernorm, "out", _rows)
-    yield _Point("q" + layer, queries, "out", _split(own + shared))
-    yield _Point("k" + layer, attention, "in", keys)
-    yield _Point("v" + layer, up, "out", lambda x: split(x)[..., own:])
-
-
-def _projections(attention: Any, heads: int, head_dim: int) -> dict[str, tuple[Any, Take]]:
-    """The modules that project q, k and v, and the place of each in the module's output."""
-    queries = getattr(attention, "q_proj", None)
-    if queries is not None and queries.out_features == 2 * heads * head_dim:  # each with its gate
-        return {
-            "q": (queries, lambda x: _split(2 * head_dim)(x)[..., :head_dim]),
-            "attn_gate": (queries, lambda x: _split(2 * head_dim)(x)[..., head_dim:].sigmoid()),
-            "k": (attention.k_proj, _split(head_dim)),
-            "v": (attention.v_proj, _split(head_dim)),
-        }
-    if queries is not None:
-        keys = getattr(attention, "k_proj", None)  # None: those of an earlier layer
-        values = getattr(attention, "v_proj", None) or keys
-        found = {"q": queries, "k": keys, "v": values}
-        taken = {site: (part, _split(head_dim)) for site, part in found.items() if part is not None}
-        if (gate := getattr(attention, "gate_proj", None)) is not None:
-            taken["attn_gate"] = gate, lambda x: _split(head_dim)(x).sigmoid()
-        return taken
-    if (fused := getattr(attention, "query_key_value", None)) is not None:
-        keys = getattr(attention, "num_kv_heads", heads)  # for each, its queries, itself, its value
-
-        def split(x: Tensor) -> Tensor:
-            return x[0].unflatten(-1, (keys, heads // keys + 2, head_dim))
-
-        return {
-            "q": (fused, lambda x: split(x)[:, :, :-2].flatten(1, 2)),
-            "k": (fused, lambda x: split(x)[:, :, -2]),
-            "v": (fused, lambda x: split(x)[:, :, -1]),
-        }
-    for name in ("qkv_proj", "c_attn", "Wqkv"):  # all q, all k, all v
-        if (fused := getattr(attention, name, None)) is not None:
-            return {
-                "q": (fused, lambda x: _split(head_dim)(x)[:, :heads]),
-                "k": (fused, lambda x: _split(head_dim)(x)[:, heads:].chunk(2, dim=1)[0]),
-                "v": (fused, lambda x: _split(head_dim)(x)[:, heads:].chunk(2, dim=1)[1]),
-            }
-    raise ValueError(f"{type(attention).__name__} has no known projections of q, k and v")
-
-
-def _rows(value: Tensor) -> Tensor:
-    """Some modules are given tokens without the batch dimension."""
-    return value[0] if value.ndim > 2 else value
-
-
-def _split(head_dim: int) -> Take:
-    return lambda value: value[0].unflatten(-1, (-1, head_dim))
-
-
 def _array(value: Tensor) -> np.ndarray:
     # a copy: the model may write into the same memory later
     wide = torch.float64 if value.dtype == torch.float64 else torch.float32
@@ -694,7 +401,7 @@ def _array(value: Tensor) -> np.ndarray:
 
 
 @contextmanager
-def _hooked(point: _Point, found: dict[str, np.ndarray]) -> Iterator[None]:
+def _hooked(point: Point, found: dict[str, np.ndarray]) -> Iterator[None]:
     def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         given = args[point.item or 0] if args else named["hidden_states"]
         found[point.name] = _taken(point, given)
@@ -715,13 +422,13 @@ def _hooked(point: _Point, found: dict[str, np.ndarray]) -> Iterator[None]:
         handle.remove()
 
 
-def _taken(point: _Point, value: Any) -> np.ndarray:
+def _taken(point: Point, value: Any) -> np.ndarray:
     taken = point.take(value)
     return _array(taken if point.scale == 1.0 else taken * point.scale)
 
 
 @contextmanager
-def _changed(point: _Point, change: Change) -> Iterator[None]:
+def _changed(point: Point, change: Change) -> Iterator[None]:
     """Let the model continue with other values at a point."""
 
     def new(value: Tensor) -> Tensor:

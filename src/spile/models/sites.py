@@ -1,7 +1,7 @@
 """The table of sites: the kinds of place one can tap, one row each. No other file lists them.
 
 A new site is a row here and its code: in `models/forward`, which computes it, and in
-`check/reference.py`, which finds the same values in HF transformers.
+`check/hf_modules.py`, which finds the same values in HF transformers.
 """
 
 from collections.abc import Callable
