@@ -16,9 +16,9 @@ def test_a_sound_dataset_is_one_line() -> None:
         "acts: sound so far (2 of 3 units, 0 rows, 0 B by size and etag)"
     )
     empty = Report(units=3, units_done=3)
-    assert "sound, and without a row (3 of 3 units, 0 rows" in verify_text("acts", empty)
+    assert "sound, but without rows (3 of 3 units, 0 rows" in verify_text("acts", empty)
     report = Report(units=3, units_done=3, resumed=2)
-    assert "read, 2 units of them by the audit before)" in verify_text("acts", report)
+    assert "read, 2 units of them by the earlier audit)" in verify_text("acts", report)
 
 
 def test_faults_come_first_and_orphans_with_what_to_do() -> None:
@@ -53,7 +53,7 @@ def test_a_compaction_is_held_against_what_was() -> None:
 def test_a_push_says_how_to_get_it_back_and_whose_card_it_is() -> None:
     made = Pushed("https://hub/me/acts", "main", 4, 1, 10, False, "hf download me/acts")
     assert push_text(made).splitlines() == [
-        "https://hub/me/acts: 4 files sent, 1 were there already",
+        "https://hub/me/acts: 4 files uploaded, 1 were there already",
         "its README.md was left as it is",
         "  load    hf download me/acts",
     ]

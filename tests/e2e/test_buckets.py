@@ -151,7 +151,7 @@ def test_an_interrupted_audit_goes_on_where_it_stood(
     keys = {file.key for file in Ledger(objects).read_done(0).files()}  # type: ignore[union-attr]
     counted = Counted(monkeypatch)
     result = run("verify", out, "--resume")
-    assert "3 units of them by the audit before" in result.out, result.out
+    assert "3 units of them by the earlier audit" in result.out, result.out
     with pytest.raises(KeyboardInterrupt):
         verify(objects, journal=Journal(out, resume=False), progress=interrupt)
     counted.read.clear()

@@ -212,8 +212,8 @@ def test_bad_settings_are_refused_before_anything_is_started(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="--max-restarts must be at least 0, got -1"):
         Patience(max_restarts=-1)
     check_refused(run("supervise", "--backoff", "90", *extract), 2, "--backoff", "90")
-    check_refused(run("supervise", "--", "verify", "x"), 2, "supervise what?")
-    check_refused(run("supervise"), 2, "supervise what?")
+    check_refused(run("supervise", "--", "verify", "x"), 2, "the command is missing")
+    check_refused(run("supervise"), 2, "the command is missing")
     check_refused(run("supervise", "--", "extract"), 2, "--out is missing")
     check_refused(run("supervise", *extract, "--share", "4/4"), 2, "the last is 3/4")
     check_refused(run("supervise", *extract, "--seq-len", "x"), 2, "--seq-len")

@@ -31,28 +31,28 @@ _SOURCES = ("model", "lora", "corpus", "template", "encode", "splice")
 def add_verify(verbs: Verbs) -> None:
     sub = verbs.add("verify", verify, "audit every byte of a dataset")
     sub.add_argument("out", metavar="OUT")
-    sub.add_argument("--partial", action="store_true", help="units not done yet are no fault")
+    sub.add_argument("--partial", action="store_true", help="accept units that are not done yet")
     how = sub.add_mutually_exclusive_group()
     how.add_argument(
         "--quick",
         action="store_true",
-        help="sizes and the store's own checksums, by listing; no rows are read",
+        help="compare only the sizes and checksums that a listing gives; read no rows",
     )
     how.add_argument(
         "--resume",
         action="store_true",
-        help="continue an interrupted audit: what it found sound on this machine is not read again",
+        help="continue an interrupted audit; skip units that it found sound on this machine",
     )
     signed = sub.add_argument_group("signature")
     signed.add_argument(
         "--signature",
         action="store_true",
-        help="also that every record and file is what `spile sign` has signed",
+        help="also check that `spile sign` signed every record and file as it is",
     )
     signed.add_argument(
         "--signers",
         metavar="FILE",
-        help="who may have signed: allowed signers as ssh-keygen reads them, or a public key "
+        help="file of allowed signers as ssh-keygen reads it, or a public key "
         "[~/.ssh/allowed_signers]",
     )
     again = sub.add_argument_group("repair")
@@ -60,16 +60,16 @@ def add_verify(verbs: Verbs) -> None:
         "--repair",
         action="store_true",
         help="make damaged and missing units again, with the model and the corpus of the recipe; "
-        "with --partial, set damaged ones aside for `spile extract` to make again",
+        "with --partial, set damaged units aside for `spile extract` to make again",
     )
     again.add_argument(
         "--from",
         metavar="DATASET",
         dest="source",
-        help="what OUT was compacted from: units are copied again from there",
+        help="the dataset that OUT was compacted from; damaged units are copied from it",
     )
     for name in _SOURCES:
-        again.add_argument(f"--{name}", metavar="X", help="where it is now [where it was]")
+        again.add_argument(f"--{name}", metavar="X", help="its place now, if it has moved")
 
 
 def verify(arguments: argparse.Namespace) -> int:
@@ -82,9 +82,9 @@ def verify(arguments: argparse.Namespace) -> int:
     signers = Path(arguments.signers) if arguments.signers else None
     asked = arguments.signature or signers is not None
     if asked and (arguments.quick or arguments.repair):
-        raise ConfigError("--signature reads every byte, and changes none: verify by it alone")
+        raise ConfigError("--signature cannot be combined with --quick or --repair; run it alone")
     signed = read_signed(objects, signers) if asked else None
-    # (An audit without a signature does not show that what is sound was signed.)
+    # (A journal without a signature does not show that the files it found sound were signed.)
     audited = f"{objects.url} {signed.digest}" if signed else objects.url
     journal = None if arguments.quick else Journal(audited, resume=arguments.resume)
 
@@ -142,7 +142,7 @@ def _repair(arguments: argparse.Namespace, objects: "Objects", report: "Report")
 
 
 def repair_text(repaired: "Repaired", *, partial: bool) -> str:
-    """A summary of the units made again."""
+    """Summarize the units that were made again."""
     if repaired.passes:
         own = dataclasses.replace(repaired, passes={})
         changed = own.units or own.records or own.restored
@@ -178,11 +178,11 @@ def verify_text(out: str, report: "Report") -> str:
         )
     sound = "whole and sound" if report.units_done == report.units else "sound so far"
     if report.units_done == report.units and not report.rows:
-        sound = "sound, and without a row"
+        sound = "sound, but without rows"
     verdict = sound if report.ok else plural(len(report.faults), "fault")
     how = "by size and etag" if report.quick else "read"
     if report.resumed:
-        how += f", {report.resumed} units of them by the audit before"
+        how += f", {report.resumed} units of them by the earlier audit"
     if report.signed_by:
         covered = report.units_done - len(report.unsigned)
         lines.append(f"signed by {report.signed_by}: {covered} of {report.units_done} units")
@@ -203,7 +203,7 @@ def add_sign(verbs: Verbs) -> None:
     sub = verbs.add(
         "sign",
         sign,
-        "sign a dataset with a key of ssh, for others to verify",
+        "sign a dataset with an ssh key, so that others can verify it",
         epilog="  spile sign acts/demo --key ~/.ssh/id_ed25519\n"
         "  spile verify acts/demo --signature --signers id_ed25519.pub",
     )
@@ -230,7 +230,7 @@ def sign(arguments: argparse.Namespace) -> int:
 
 
 def sign_text(made: "Signed") -> str:
-    """What was signed, and how others can verify it."""
+    """Describe what was signed, and how others can verify it."""
     return (
         f"{made.url}: signed {made.units} of {made.units_total} units, {made.files:,} files and "
         f"records, {size(made.bytes)}, with {made.key}\n"
@@ -250,7 +250,7 @@ def add_drop(verbs: Verbs) -> None:
         "--taps",
         metavar="T",
         required=True,
-        help="comma separated; taps that one --add-taps has added are dropped together",
+        help="comma separated; taps added by one --add-taps are dropped together",
     )
 
 
@@ -270,12 +270,14 @@ def drop(arguments: argparse.Namespace) -> int:
 
 
 def add_gc(verbs: Verbs) -> None:
-    sub = verbs.add("gc", gc, "remove what no finished unit needs; safe beside running workers")
+    sub = verbs.add(
+        "gc", gc, "remove files that no finished unit needs; safe beside running workers"
+    )
     sub.add_argument("out", metavar="OUT")
     sub.add_argument(
         "--abandoned",
         action="store_true",
-        help="also attempts at unfinished units: only if nothing is running",
+        help="also remove attempts at unfinished units; only when nothing is running",
     )
 
 
@@ -302,8 +304,8 @@ def add_export(verbs: Verbs) -> None:
     sub.add_argument("out", metavar="OUT")
     sub.add_argument("--to", metavar="FORMAT", required=True, help=", ".join(formats))
     sub.add_argument("dest", metavar="DEST", help="the directory to make")
-    sub.add_argument("--taps", metavar="T", help="some of the dataset's [all]")
-    sub.add_argument("--context-size", metavar="N", type=int, help="rows of a sequence [seq-len]")
+    sub.add_argument("--taps", metavar="T", help="taps to export [all]")
+    sub.add_argument("--context-size", metavar="N", type=int, help="rows in a sequence [seq-len]")
     sub.add_argument("--dtype", metavar="X", help="[as stored if the format has it, else float32]")
 
 
@@ -318,7 +320,7 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def export_text(made: "Exported") -> str:
-    """What was written, and what was left out."""
+    """Describe what was written, and which rows were left out."""
     lines = [
         f"{made.dest}: {made.rows:,} rows of {len(made.taps)} taps as {made.format}, "
         f"{size(made.bytes)} in {made.files} files"
@@ -341,8 +343,8 @@ def add_copy(verbs: Verbs) -> None:
     )
     sub.add_argument("out", metavar="OUT")
     sub.add_argument("dest", metavar="DEST", help="the directory or URL of the copy")
-    sub.add_argument("--taps", metavar="T", help="some of the dataset's, as for export [all]")
-    sub.add_argument("--units", metavar="U", help="some of the dataset's: 0-99,150 [all]")
+    sub.add_argument("--taps", metavar="T", help="taps to take, as for export [all]")
+    sub.add_argument("--units", metavar="U", help="units to copy, e.g. 0-99,150 [all]")
 
 
 def copy(arguments: argparse.Namespace) -> int:
@@ -366,19 +368,19 @@ def copy(arguments: argparse.Namespace) -> int:
 
 
 def copy_text(made: "Copied") -> str:
-    """What was copied, and what was there before."""
+    """Describe what was copied, and what was there before."""
     there = f", {made.units_there:,} of them were there already" if made.units_there else ""
     lines = [
         f"{made.dest}: {made.units:,} of {made.units_total:,} units{there}; {made.files:,} files, "
         f"{size(made.bytes)} copied and compared with their checksums"
     ]
     if made.units < made.units_total:
-        lines.append("the same command copies the rest when it is done")
+        lines.append("once the other units are done, the same command copies them")
     return "\n".join(lines)
 
 
 def assembled_text(made: "Assembled") -> str:
-    """What the new dataset holds."""
+    """Describe the new dataset."""
     there = f", {made.units_there:,} of them were there already" if made.units_there else ""
     return (
         f"{made.dest}: {made.rows:,} rows of {plural(len(made.taps), 'tap')} in "
@@ -388,8 +390,8 @@ def assembled_text(made: "Assembled") -> str:
 
 def add_merge(verbs: Verbs) -> None:
     sub = verbs.add("merge", merge, "join datasets of one recipe over different documents")
-    sub.add_argument("out", metavar="OUT", nargs="+", help="two datasets or more, in their order")
-    sub.add_argument("dest", metavar="DEST", help="the directory or URL of the new one")
+    sub.add_argument("out", metavar="OUT", nargs="+", help="two datasets or more, in order")
+    sub.add_argument("dest", metavar="DEST", help="directory or URL of the new dataset")
 
 
 def merge(arguments: argparse.Namespace) -> int:
@@ -406,13 +408,15 @@ def merge(arguments: argparse.Namespace) -> int:
 
 
 def add_compact(verbs: Verbs) -> None:
-    sub = verbs.add("compact", compact, "write a dataset anew in few large shards")
+    sub = verbs.add("compact", compact, "rewrite a dataset in few large shards")
     sub.add_argument("out", metavar="OUT")
-    sub.add_argument("dest", metavar="DEST", help="the directory or URL of the new one")
-    sub.add_argument("--unit-bytes", metavar="SIZE", default="64GiB", help="merge units [64GiB]")
+    sub.add_argument("dest", metavar="DEST", help="directory or URL of the new dataset")
+    sub.add_argument(
+        "--unit-bytes", metavar="SIZE", default="64GiB", help="merge units up to this size [64GiB]"
+    )
     sub.add_argument("--shard-bytes", metavar="SIZE", default="1GiB", help="as for extract [1GiB]")
     sub.add_argument("--compress", action="store_true", help="as for extract")
-    sub.add_argument("--taps", metavar="T", help="some of the dataset's, as for export [all]")
+    sub.add_argument("--taps", metavar="T", help="taps to take, as for export [all]")
 
 
 def compact(arguments: argparse.Namespace) -> int:
@@ -439,7 +443,7 @@ def compact(arguments: argparse.Namespace) -> int:
 
 
 def compact_text(made: "Compacted") -> str:
-    """The numbers of files before and after."""
+    """Describe the sizes before and after."""
     return (
         f"{made.dest}: {made.rows:,} rows in {made.units:,} unit{'s' * (made.units != 1)} "
         f"(of {made.units_before:,}), {made.shards:,} shards (of {made.shards_before:,}), "
@@ -451,8 +455,12 @@ def add_push(verbs: Verbs) -> None:
     sub = verbs.add("push", push, "upload a dataset to the Hugging Face Hub, with a card")
     sub.add_argument("out", metavar="OUT")
     sub.add_argument("repo", metavar="REPO", help="owner/name of a dataset repository")
-    sub.add_argument("--private", action="store_true", help="a public one is refused")
-    sub.add_argument("--revision", metavar="BRANCH", help="made if it is not there [main]")
+    sub.add_argument(
+        "--private",
+        action="store_true",
+        help="make the repository private; refuse an existing public one",
+    )
+    sub.add_argument("--revision", metavar="BRANCH", help="created if missing [main]")
 
 
 def push(arguments: argparse.Namespace) -> int:
@@ -466,8 +474,8 @@ def push(arguments: argparse.Namespace) -> int:
 
 
 def push_text(made: "Pushed") -> str:
-    """What was sent where, and how to download it."""
-    lines = [f"{made.url}: {made.files:,} files sent, {made.files_there:,} were there already"]
+    """Describe what was uploaded, and how to download it."""
+    lines = [f"{made.url}: {made.files:,} files uploaded, {made.files_there:,} were there already"]
     if not made.card_written:
         lines.append("its README.md was left as it is")
     return "\n".join([*lines, f"  load    {made.download}"])

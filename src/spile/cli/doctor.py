@@ -16,7 +16,7 @@ from spile.core.cache_dir import cache_directory
 from spile.core.errors import SpileError
 from spile.core.humanize import size
 
-# Extra, the package that shows that it is installed, and its purpose.
+# Each extra, a package that it installs, and its purpose.
 _EXTRAS = (
     ("hub", "huggingface_hub", "models and corpora of the Hugging Face Hub, spile push"),
     ("cloud", "obstore", "gs:// and s3://"),
@@ -45,13 +45,13 @@ _CREDENTIALS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The state of a machine.
+    """What a machine has for Spile.
 
     Attributes:
-        problem: why no device could be started.
-        slow: the attention kernels that are missing here, and why.
+        problem: the reason why no device could be started.
+        slow: the missing attention kernels, each with the reason.
         extras: versions by extra; None if not installed.
-        credentials: where they were found, by service; None if they were not.
+        credentials: where they were found, by service; None if missing.
     """
 
     spile: str
@@ -72,7 +72,7 @@ class Diagnosis:
 
 
 def add_doctor(verbs: Verbs) -> None:
-    verbs.add("doctor", doctor, "what this machine has for Spile, and what is missing")
+    verbs.add("doctor", doctor, "report what this machine has for Spile, and what is missing")
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -118,7 +118,7 @@ def diagnose() -> Diagnosis:
 
 
 def doctor_text(found: Diagnosis) -> str:
-    """The diagnosis as about twenty lines."""
+    """Format a diagnosis, about twenty lines."""
     lines = [
         f"spile {found.spile}, Python {found.python}, jax {found.jax}, "
         f"{platform.system()} {platform.machine()}",
@@ -155,7 +155,7 @@ def _version(package: str) -> str | None:
 
 
 def _found(variables: Sequence[str], files: Sequence[str]) -> str | None:
-    """The first of them that exists; never its content."""
+    """Return the name of the first that exists, never its content."""
     for name in variables:
         if os.environ.get(name):
             return f"${name}"

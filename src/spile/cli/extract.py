@@ -53,7 +53,7 @@ def add_recipe_flags(sub: argparse.ArgumentParser) -> None:
     """Add the flags that `extract` and `plan` share."""
     sub.add_argument("--out", metavar="DIR", help="where the dataset goes")
     sub.add_argument("--config", metavar="FILE", help="TOML file of options; flags win")
-    sub.add_argument("--quiet", action="store_true", help="only errors")
+    sub.add_argument("--quiet", action="store_true", help="print only errors")
     add_options(sub, "recipe: what the dataset is", Recipe)
     add_options(sub, "runtime: how it is made", Runtime)
 
@@ -70,18 +70,18 @@ def add_extract(verbs: Verbs) -> None:
     sub.add_argument(
         "--log-json",
         action="store_true",
-        help="each line of progress and of the log is a JSON object on stderr",
+        help="print progress and log as JSON objects on stderr, one a line",
     )
     sub.add_argument(
         "--restart",
         action="store_true",
-        help="begin anew with another recipe; refused once --out holds a row",
+        help="start over with another recipe; refused once --out holds a row",
     )
     add_options(sub, "engine: where it is made", RayOptions)
 
 
 def given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Options of the file and the flags; flags win."""
+    """Return the options of the config file and the flags; flags win."""
     names = (*Recipe.names(), *Runtime.names(), *RayOptions.names(), "out")
     options = load_toml(Path(arguments.config), RayOptions.names()) if arguments.config else {}
     flags = {name: getattr(arguments, name, None) for name in names}
@@ -94,7 +94,7 @@ def given(arguments: argparse.Namespace) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Extraction:
-    """The options of a run, and this process's place in it."""
+    """The options of a run, and this process's share and rank."""
 
     recipe: Recipe
     runtime: Runtime
@@ -104,14 +104,14 @@ class _Extraction:
 
 
 def _extraction(arguments: argparse.Namespace) -> _Extraction:
-    """Parse the options; from now on, log lines name this process's share and rank."""
+    """Parse the options, and name this process's share and rank in log lines from now on."""
     from spile.run.pipeline.pickers import Place, find_place
 
     options = given(arguments)
     recipe, runtime = build(options)
     ray = RayOptions(**{name: options[name] for name in RayOptions.names() if name in options})
     if "out" not in options:
-        raise ConfigError("--out is missing: where should the dataset go?")
+        raise ConfigError("--out is missing; it says where the dataset goes")
     place = find_place(runtime, os.environ) if ray.engine == "local" else Place()
     if who := str(place):
         told = formatter(as_json=getattr(arguments, "log_json", False), who=who)
@@ -170,26 +170,26 @@ def extract(arguments: argparse.Namespace) -> int:
 
 
 def _restart(asked: _Extraction) -> None:
-    """Discard the stored recipe for another one, if no rows would be lost."""
+    """Discard the stored recipe, if the dataset holds no rows."""
     from spile.dataset.maintain.gc import discard_empty
     from spile.objects import open_objects
 
     for name in ("model", "corpus", "taps"):
         if getattr(asked.recipe, name) is None:
-            raise ConfigError(f"--restart forgets the stored recipe: --{name} is missing")
+            raise ConfigError(f"--restart discards the stored recipe, so --{name} must be given")
     rank = asked.place.rank
     discard_empty(open_objects(asked.out), rank.coordinator if rank else None)
 
 
 def _leave_at_once() -> None:
-    """End the process, whatever it is doing: committed units survive, as they do after a kill."""
+    """End the process at once; committed units stay valid, as after a kill."""
     told = b"\nspile: ended at once; what is committed stays valid: run the same command again\n"
     os.write(sys.stderr.fileno(), told)
     os._exit(Interrupted.exit_code)
 
 
 def extract_summary(out: str, outcome: "Outcome", counters: "Counters") -> str:
-    """The result, and how to look at it, verify it and read it."""
+    """Describe the result, and the commands that show, verify and read it."""
     # The script beside the interpreter: under `python -m spile.cli`, argv[0] is not a program.
     spile = program("spile", str(Path(sys.executable).with_name("spile")))
     quoted = shlex.quote(out)
@@ -230,7 +230,7 @@ def extract_summary(out: str, outcome: "Outcome", counters: "Counters") -> str:
 
 
 def _outcome_of(outcome: "Outcome", predicted: "Prediction", counters: "Counters") -> str:
-    """Each prediction, the actual value, and the difference."""
+    """Compare each prediction with the actual value."""
     told: list[str] = []
     if outcome.complete:
         told.append(
@@ -239,7 +239,7 @@ def _outcome_of(outcome: "Outcome", predicted: "Prediction", counters: "Counters
         told.append(f"{size(predicted.bytes)} ({compared(predicted.bytes, outcome.bytes)})")
     spent, done = counters["unit_seconds"], counters["tokens"]
     if predicted.seconds and spent and predicted.tokens:
-        # Only for this run's own units: others may have done the rest.
+        # (For this run's own units: other workers may have done the rest.)
         expected = predicted.seconds * done / predicted.tokens
         told.append(
             f"{lasting(expected)} for this run's units ({compared(expected, spent)}: "
@@ -256,7 +256,7 @@ def _profiled(profile: str, counters: "Counters") -> str:
 
 
 def profile_summary(counters: "Counters", path: Path | None, traced: "Traced | None") -> str:
-    """A summary of one screen. Stages overlap: their seconds do not add up to the run's."""
+    """Summarize a profile. Stages overlap, so their seconds do not add up to the run's."""
     lines = ["where the time went (stages overlap):"]
     lines += [f"  {name:<28}{counters[key]:>9.2f} s" for name, key in _STAGES]
     if path and traced:
@@ -292,17 +292,17 @@ def add_supervise(verbs: Verbs) -> None:
         metavar="N",
         type=int,
         default=10,
-        help="in a row, without a unit done in between [10]",
+        help="give up after so many restarts without a finished unit in between [10]",
     )
     sub.add_argument(
         "--backoff",
         metavar="SECONDS",
         type=float,
         default=1.0,
-        help="before the first restart in a row; doubled with each [1]",
+        help="pause before a restart; doubled with each restart in a row [1]",
     )
     sub.add_argument(
-        "--max-backoff", metavar="SECONDS", type=float, default=60.0, help="the longest pause [60]"
+        "--max-backoff", metavar="SECONDS", type=float, default=60.0, help="longest pause [60]"
     )
     sub.add_argument("command", nargs=argparse.REMAINDER, help="extract and its flags")
 
@@ -313,12 +313,14 @@ def supervise(arguments: argparse.Namespace) -> int:
 
     command = arguments.command[arguments.command[:1] == ["--"] :]
     if command[:1] != ["extract"]:
-        raise ConfigError("supervise what? `spile supervise [--max-restarts N] -- extract ...`")
+        raise ConfigError(
+            "the command is missing: `spile supervise [--max-restarts N] -- extract ...`"
+        )
     names = ("max_restarts", "backoff", "max_backoff")
     patience = Patience(**{name: getattr(arguments, name) for name in names})
     parsed = arguments.parse(command)
     if parsed.restart:
-        raise ConfigError("--restart is for extract alone: supervise would restart every time")
+        raise ConfigError("--restart cannot be supervised: every restart would start over")
     asked = _extraction(parsed)
     drives = asked.ray.engine == "ray"
     objects = open_objects(asked.out)

@@ -1,4 +1,4 @@
-"""Tools to define flags, for every group of verbs: `Verbs.add`, and flags from declared options."""
+"""Definition of verbs and flags: `Verbs.add`, and flags from declared options."""
 
 import argparse
 import dataclasses
@@ -14,7 +14,7 @@ from spile.models.sites import SITES
 
 
 def taps_help() -> str:
-    """What `--taps` takes, for the end of a verb's help."""
+    """Return the syntax of `--taps`, for the end of a verb's help."""
     by_layer = [site.name for site in SITES.values() if site.layered]
     others = [site.name for site in SITES.values() if not site.layered]
     having = ", ".join(site.name for site in SITES.values() if site.heads)
@@ -41,7 +41,7 @@ _NOTHING_IS_OVERWRITTEN = (
     "the same command resumes what --out holds; for a new dataset give a new --out (or add "
     "--restart while no row is stored)"
 )
-# Flags of other tools, and what to type here. They are suggested, not accepted.
+# Flags of other tools, and the flags to use here. They are suggested, not accepted.
 _INSTEAD = {
     "--batch-size": "use --batch-tokens N, which counts tokens of all contexts together",
     "--chat-template": "use --template FILE",
@@ -127,7 +127,7 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def _hint(self, flag: str) -> str:
-        """A message that there is no such flag, with the one that may be meant."""
+        """Return a message that there is no such flag, with the one that may be meant."""
         spelled = "--" + flag.lstrip("-").replace("_", "-")
         if spelled in self._option_string_actions:
             return f"there is no flag {flag}: write {spelled}"
@@ -182,18 +182,18 @@ class Verbs:
         return sub
 
     def may_be(self, name: str) -> bool:
-        """Whether this verb may be parsed, so that it needs all of its flags."""
+        """Return whether this verb may be parsed, and so needs all of its flags."""
         return self._given in (None, name)
 
     def parser_of(self, name: str) -> argparse.ArgumentParser:
-        """The parser of a verb that was added before."""
+        """Return the parser of a verb that was added before."""
         return self._group.choices[name]
 
 
 def add_options(
     parser: argparse.ArgumentParser, title: str, options: type[Recipe | Runtime | RayOptions]
 ) -> None:
-    """Add a flag for each option of a declaration, in a group of their own."""
+    """Add a group of flags, one for each field of a declaration."""
     group = parser.add_argument_group(title)
     for field in dataclasses.fields(options):
         flag, meta = flag_of(field.name), field.metadata
@@ -207,7 +207,7 @@ def add_options(
 
 
 class _Joined(argparse.Action):
-    """Joins what a flag is given, each time, by commas."""
+    """Joins the values of a repeated flag by commas."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         before = getattr(namespace, self.dest, None)
@@ -220,20 +220,26 @@ def add_listening(parser: argparse.ArgumentParser, port: int) -> None:
         "--host",
         metavar="ADDRESS",
         default="127.0.0.1",
-        help="to listen on; any but loopback asks for a token, and needs TLS [127.0.0.1]",
+        help="address to listen on; all but loopback ask for a token and need TLS [127.0.0.1]",
     )
-    parser.add_argument("--port", metavar="N", type=int, default=port, help=f"0: any [{port}]")
     parser.add_argument(
-        "--tls-cert", metavar="FILE", help="certificate in PEM, with those that signed it"
+        "--port",
+        metavar="N",
+        type=int,
+        default=port,
+        help=f"port to listen on; 0 takes any free one [{port}]",
     )
+    parser.add_argument("--tls-cert", metavar="FILE", help="certificate chain in PEM")
     parser.add_argument("--tls-key", metavar="FILE", help="the certificate's key in PEM")
     parser.add_argument(
-        "--insecure", action="store_true", help="no TLS: anyone on the way can read the token"
+        "--insecure",
+        action="store_true",
+        help="without TLS: anyone on the network path can read the token",
     )
 
 
 def listen_address(arguments: argparse.Namespace, token: str | None) -> ListenAddress:
-    """The address to listen on, from the flags of `add_listening`."""
+    """Return the address to listen on, from the flags of `add_listening`."""
     return ListenAddress(
         arguments.host,
         arguments.port,

@@ -125,13 +125,13 @@ def _quits(seconds: float) -> bool:
 
 
 def status_text(out: str, status: "Status") -> str:
-    """Totals, then the workers; those that need attention come first."""
+    """Format the totals, then the workers, with those that need attention first."""
     lines = [
         f"{out}: {status.state}",
         f"  units      {status.units_done:,} of {status.units:,}"
         + (f" ({plural(status.generations, 'time')} added to)" if status.generations else ""),
         f"  documents  {status.documents:,} of {status.documents_total:,}"
-        + (f" ({skipped(status.skipped)} left out)" if status.skipped else ""),
+        + (f" ({skipped(status.skipped)} skipped)" if status.skipped else ""),
         f"  tokens     {status.tokens:,} read (of about {status.tokens_estimated:,})",
         f"  rows       {status.rows:,} per tap",
         f"  bytes      {size(status.bytes)}",
@@ -157,7 +157,7 @@ def _rate(progress: "Progress") -> str:
 
 
 def _pass(added: "PassStatus") -> Iterator[str]:
-    """Taps that were added, and how far they are; the workers that are still adding them."""
+    """Format the progress of added taps, and the workers that are still adding them."""
     told = [f"{added.units_done:,} of {added.units:,} units", size(added.bytes), added.state]
     if added.rate is not None:
         told.append(_rate(added))
@@ -233,10 +233,12 @@ def _last_seen(worker: Mapping[str, Any]) -> list[str]:
 
 
 def add_ls(verbs: Verbs) -> None:
-    sub = verbs.add("ls", ls, "every file of a dataset: tap, rows, bytes, digest")
+    sub = verbs.add("ls", ls, "list every file of a dataset: tap, rows, bytes, digest")
     sub.add_argument("out", metavar="OUT")
-    sub.add_argument("--unit", metavar="N", type=int, help="of one unit")
-    sub.add_argument("--tap", metavar="T", help="of one tap, or index, statistics, documents")
+    sub.add_argument("--unit", metavar="N", type=int, help="list only this unit")
+    sub.add_argument(
+        "--tap", metavar="T", help="list only this tap, or index, statistics, documents"
+    )
 
 
 def ls(arguments: argparse.Namespace) -> int:
@@ -255,7 +257,7 @@ def ls(arguments: argparse.Namespace) -> int:
 
 
 def listing_lines(out: str, files: "Listing") -> Iterator[str]:
-    """A summary of each tap, then every file."""
+    """Yield a summary of each tap, then every file."""
     yield f"{out}: {files.units:,} units, {len(files):,} files, {size(files.bytes)}"
     width = max((len(tap) for tap in files.taps), default=0)
     for tap, of_tap in files.taps.items():

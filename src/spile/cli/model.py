@@ -26,7 +26,9 @@ def add_taps(verbs: Verbs) -> None:
     sub.add_argument("--model", metavar="X", required=True, help="as for extract")
     sub.add_argument("--seq-len", metavar="N", help="for attn_pattern [2048, or the maximum]")
     sub.add_argument("--store-dtype", choices=STORE_DTYPES, default="bfloat16")
-    sub.add_argument("--all", action="store_true", help="every layer, not one line per site")
+    sub.add_argument(
+        "--all", action="store_true", help="list every layer instead of one line per site"
+    )
 
 
 def taps(arguments: argparse.Namespace) -> int:
@@ -42,13 +44,13 @@ def taps(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(entries))
     else:
-        # A pipe has no width.
+        # (A pipe has no width: 200.)
         print(taps_text(entries, shutil.get_terminal_size((200, 24)).columns))
     return 0
 
 
 def taps_text(entries: Sequence[Mapping[str, Any]], width: int) -> str:
-    """Taps with their shapes, bytes and meanings, and below each its other names."""
+    """Format taps: shape, bytes, meaning, and below each its other names."""
     shapes = ["×".join(map(str, entry["shape"])) or "1" for entry in entries]
     names = max(len("tap"), *(len(entry["name"]) for entry in entries))
     wide = max(len("shape"), *map(len, shapes))
@@ -62,7 +64,7 @@ def taps_text(entries: Sequence[Mapping[str, Any]], width: int) -> str:
 
 
 def _wrapped(text: str, width: int, first: str, rest: str) -> list[str]:
-    """Wrap to `width`; longer names are kept whole, since a broken name is useless."""
+    """Wrap to `width`, without breaking names that are longer."""
     return textwrap.wrap(
         text,
         max(width, len(first) + 20),
@@ -85,8 +87,8 @@ def add_compile(verbs: Verbs) -> None:
     sub.add_argument("--topology", metavar="X", help="e.g. v5e-64, v4-8, h200 [this machine]")
     sub.add_argument("--mesh", metavar="X", default="auto", help="as for extract [auto]")
     sub.add_argument("--fsdp", metavar="N", help="as for extract")
-    sub.add_argument("--search", action="store_true", help="try every mesh that may do")
-    sub.add_argument("--on", metavar="libtpu|cpu|here", help="whose compiler [libtpu, else cpu]")
+    sub.add_argument("--search", action="store_true", help="compile for every suitable mesh")
+    sub.add_argument("--on", metavar="libtpu|cpu|here", help="which compiler [libtpu, else cpu]")
     for name in ("weights", "seq-len", "batch-tokens", "compute-dtype", "store-dtype", "encode",
                  "latents", "splice"):  # fmt: skip
         sub.add_argument(f"--{name}", metavar="X", help="as for extract")
@@ -124,7 +126,7 @@ def compile(arguments: argparse.Namespace) -> int:
 
 
 def compile_text(found: Sequence["Compiled"]) -> str:
-    """The needs and the speed of a step; for several meshes the first, then all of them."""
+    """Format the memory and speed of a step; if there are several meshes, list them all."""
     best = found[0]
     held = best.weights + best.taps + (best.temporaries or best.estimated_temporaries)
     made = "does not fit" if best.temporaries is None else size(best.temporaries)
@@ -199,9 +201,11 @@ def convert(arguments: argparse.Namespace) -> int:
 def add_check(verbs: Verbs) -> None:
     sub = verbs.add("check", check, "recompute samples with HF transformers and compare")
     sub.add_argument("out", metavar="OUT")
-    sub.add_argument("--samples", metavar="N", type=int, default=4, help="documents [4]")
+    sub.add_argument(
+        "--samples", metavar="N", type=int, default=4, help="documents to recompute [4]"
+    )
     for name in ("model", "lora", "encode", "splice", "corpus"):
-        sub.add_argument(f"--{name}", metavar="X", help="where it is now, if it has moved")
+        sub.add_argument(f"--{name}", metavar="X", help="its place now, if it has moved")
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -217,7 +221,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 _CHECK_LEGEND = """\
-  error          distance of the stored rows from HF transformers, as a share of a row's length
+  error          distance of the stored rows from HF transformers, relative to a row's length
   allowed        the most that rounding explains
   control        the same distance for the neighbouring layer or token: it must exceed `allowed`, or
                  the tap is unclear
@@ -225,7 +229,7 @@ _CHECK_LEGEND = """\
 
 
 def check_text(out: str, report: "CheckReport") -> str:
-    """Each tap's distance from the reference, and the verdict."""
+    """Format each tap's distance from the reference, and the verdict."""
     width = max(map(len, report.taps))
     narrow = report.next_token is not None  # products in float8
     lines = [
@@ -285,7 +289,7 @@ def fetch(arguments: argparse.Namespace) -> int:
 
 
 def fetch_text(made: "Fetched") -> str:
-    """What was fetched, and how to use it."""
+    """Describe what was fetched, and the flags that use it."""
     flags = {f"--{name}": getattr(made, name) for name in ("model", "lora", "corpus", "cache")}
     use = " ".join(f"{flag} {shlex.quote(name)}" for flag, name in flags.items() if name)
     there = f" ({made.files_there:,} were there already)" if made.files_there else ""

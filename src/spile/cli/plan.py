@@ -34,7 +34,7 @@ _NAMES = 32  # characters: the first column's width
 
 @dataclass(frozen=True)
 class Duration:
-    """The time of one slice, in seconds; rates are tokens per second."""
+    """The time that one slice takes, in seconds; rates are tokens per second."""
 
     on: str
     measured: bool
@@ -54,12 +54,12 @@ def add_plan(verbs: Verbs) -> None:
     sub.add_argument(
         "--calibrate",
         metavar="SECONDS",
-        help="run so long into a directory that is then removed, to measure the time; or off [5]",
+        help="seconds to run for, to measure the speed; the rows are then deleted; or off [5]",
     )
     sub.add_argument(
         "--exact",
         action="store_true",
-        help="read the whole corpus: tokens and bytes to the last one [5 seconds of it]",
+        help="read the whole corpus to count every token and byte [read for 5 seconds]",
     )
     sub.add_argument(
         "--topology",
@@ -69,7 +69,7 @@ def add_plan(verbs: Verbs) -> None:
     sub.add_argument(
         "--prices",
         metavar="S,W,R",
-        help="dollars of the bucket: for 1 GiB a month, for 1,000 writes or listings, for 1,000 "
+        help="the bucket's prices in dollars: 1 GiB a month, 1,000 writes or listings, 1,000 "
         "reads [public list prices, e.g. 0.023,0.005,0.0004]",
     )
 
@@ -162,7 +162,7 @@ def _seconds(given: str | None) -> float:
 
 
 def _platform(target: "CompileTarget | None") -> tuple[str, int, str]:
-    """The devices that a run would use: their platform, number and jax's name for them."""
+    """Return the platform, number and jax name of the devices that a run would use."""
     if target:
         kind = target.chip.kind if target.chip else "cpu"
         return target.platform, len(target.devices), kind
@@ -174,7 +174,7 @@ def _platform(target: "CompileTarget | None") -> tuple[str, int, str]:
 
 
 def _memory(platform: str) -> int | None:
-    """Bytes that a device of this process may use, if it tells."""
+    """Return the memory of a device, if the device reports it."""
     if platform == "cpu":
         return None
     from spile.run.world.devices import memory_limit, prepared_device
@@ -185,7 +185,7 @@ def _memory(platform: str) -> int | None:
 def _kernels(
     job: "ExtractionJob", runtime: Runtime, platform: str, *, here: bool
 ) -> dict[int, KernelChoice]:
-    """The attention kernels of a run. Other machines are taken to have all kernels."""
+    """Return the attention kernels of a run. Other machines are assumed to have all kernels."""
     missing: Mapping[str, str] = {}
     if here and platform == "gpu":
         from spile.models.forward.kernels import missing_kernels
@@ -225,7 +225,7 @@ def _here(
 
 
 def measured(found: "Rehearsal", cost: "Estimate") -> Duration:
-    """The time for all that is left, from a rehearsal."""
+    """Return the time for the remaining tokens, from a rehearsal."""
     left = cost.remaining_tokens
     return Duration(
         on="here",
@@ -269,7 +269,7 @@ def _elsewhere(
 
 
 def elsewhere(found: "Compiled", cost: "Estimate") -> Duration:
-    """The time from a compiled step: the chips' limit, if kernels run one by one."""
+    """Return the time from a compiled step: the chips' limit, with kernels one after another."""
     if not found.fits or found.tokens_one_by_one is None:
         why = found.notes[-1] if found.fits else f"a step does not fit on {found.topology}"
         return Duration(on=found.topology, measured=False, rate=None, why=why)
@@ -283,7 +283,7 @@ def elsewhere(found: "Compiled", cost: "Estimate") -> Duration:
 
 
 def counted_rows(recipe: Mapping[str, Any], cost: "Estimate") -> list[tuple[str, str]]:
-    """Everything that is known without running a step."""
+    """Return the rows that are known without running a step."""
     chosen = recipe["store_dtype"]
     return [
         ("documents", f"{cost.documents:,}"),
@@ -314,12 +314,12 @@ def attention_row(kernels: Mapping[int, KernelChoice]) -> tuple[str, str]:
 
 
 def _kept(recipe: Mapping[str, Any], cost: "Estimate") -> str:
-    """The columns that --keep stores, named or by default, and their size."""
+    """Return the columns that --keep stores, and their size."""
     return f"{size(cost.kept_bytes)}: {listed(recipe['keep'])}"
 
 
 def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
-    """Print rows at once: computing the next ones may take seconds."""
+    """Print rows immediately: the next ones may take seconds to compute."""
     for name, value in rows:
         print(f"{name:<{_NAMES}}  {value}")
     sys.stdout.flush()
@@ -340,7 +340,7 @@ def _stored(cost: "Estimate", dtype: str) -> str:
 
 
 def _timed(time: Duration) -> list[tuple[str, str]]:
-    """The time on the devices where it was measured, or for which it was computed."""
+    """Return the time, measured here or computed for other devices."""
     if time.rate is None or time.seconds is None:
         return [(f"time {_on(time.on)}", time.why or "unknown")]
     how = "measured" if time.measured else "computed: at the chips' limit"
@@ -360,7 +360,7 @@ def _on(name: str) -> str:
 
 
 def _priced(cost: "Estimate") -> list[tuple[str, str]]:
-    """Free space on a disk, or the price in a cloud."""
+    """Return the free space of a disk, or the price of a bucket."""
     if cost.monthly_dollars is not None:
         return [
             ("to keep it", f"${cost.monthly_dollars:,.2f} a month"),
@@ -380,6 +380,6 @@ def _requested(cost: "Estimate") -> list[tuple[str, str]]:
 
 
 def _compressed(cost: "Estimate", dtype: str) -> list[tuple[str, str]]:
-    """Size with --compress, as measured on normal noise; real rows may differ."""
+    """Return the size with --compress, by ratios measured on normal noise; rows may differ."""
     shares = {"bfloat16": 0.70, "float16": 0.88, "float32": 0.85, "float8_e4m3": 0.90, "int8": 0.86}
     return [("  with --compress, about", size(int(cost.total_bytes * shares[dtype])))]

@@ -20,18 +20,23 @@ if TYPE_CHECKING:
 def add_shuffle(verbs: Verbs) -> None:
     sub = verbs.add("shuffle", shuffle, "write a dataset anew with its rows in a drawn order")
     sub.add_argument("out", metavar="OUT")
-    sub.add_argument("dest", metavar="DEST", help="the directory or URL of the new one")
-    sub.add_argument("--seed", metavar="N", type=int, default=0, help="of the order [0]")
-    sub.add_argument("--memory", metavar="SIZE", default="4GiB", help="for rows [4GiB]")
+    sub.add_argument("dest", metavar="DEST", help="directory or URL of the new dataset")
+    sub.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the permutation [0]")
+    sub.add_argument(
+        "--memory",
+        metavar="SIZE",
+        default="4GiB",
+        help="memory for rows; the order depends on it [4GiB]",
+    )
     sub.add_argument(
         "--scratch",
         metavar="DIR",
-        help="a directory or URL for as many bytes as the "
-        "dataset has, removed at the end [DEST/scratch]",
+        help="directory or URL for intermediate files as large as "
+        "the dataset; removed at the end [DEST/scratch]",
     )
     sub.add_argument("--shard-bytes", metavar="SIZE", default="1GiB", help="as for extract [1GiB]")
     sub.add_argument("--compress", action="store_true", help="as for extract")
-    sub.add_argument("--taps", metavar="T", help="some of the dataset's, as for export [all]")
+    sub.add_argument("--taps", metavar="T", help="taps to take, as for export [all]")
 
 
 def shuffle(arguments: argparse.Namespace) -> int:
@@ -54,9 +59,9 @@ def shuffle(arguments: argparse.Namespace) -> int:
 
 
 def shuffle_text(made: "Shuffled") -> str:
-    """What was made, after its rows were verified to be the same."""
+    """Describe the shuffled dataset."""
     return (
-        f"{made.dest}: {made.rows:,} rows in a drawn order, {made.units:,} "
+        f"{made.dest}: {made.rows:,} rows in random order, {made.units:,} "
         f"unit{'s' * (made.units != 1)}, {made.shards:,} shards, {size(made.bytes)}, in "
         f"{made.passes} passes; every row of the source once"
     )
@@ -72,32 +77,45 @@ def add_serve_rows(verbs: Verbs) -> None:
         "one, and make it",
     )
     sub.add_argument("out", metavar="OUT")
-    sub.add_argument("--taps", metavar="T", help="some of the dataset's, comma separated [all]")
-    sub.add_argument("--batch-size", metavar="N", type=int, default=4096, help="rows [4096]")
+    sub.add_argument("--taps", metavar="T", help="taps to serve, comma separated [all]")
+    sub.add_argument(
+        "--batch-size", metavar="N", type=int, default=4096, help="rows in a batch [4096]"
+    )
     sub.add_argument("--seed", metavar="N", type=int, default=0, help="[0]")
     sub.add_argument("--shuffle", choices=("window", "full", "none"), default="window")
     sub.add_argument(
-        "--window", metavar="N", default="65536", help="rows, or bytes of them: 512MiB [65536]"
+        "--window",
+        metavar="N",
+        default="65536",
+        help="shuffle window in rows, or in bytes such as 512MiB [65536]",
     )
-    sub.add_argument("--epochs", metavar="N", default="1", help="or none: without end [1]")
-    sub.add_argument("--where", metavar="X", help="rows to give, as for extract")
-    sub.add_argument("--drop-last", action="store_true", help="of an epoch, the short batch")
     sub.add_argument(
-        "--trainers", metavar="N", type=int, default=1, help="begin when so many have come [1]"
+        "--epochs", metavar="N", default="1", help="number of epochs, or none for endless [1]"
+    )
+    sub.add_argument("--where", metavar="X", help="rows to serve, as for extract")
+    sub.add_argument(
+        "--drop-last", action="store_true", help="leave out the last, short batch of an epoch"
+    )
+    sub.add_argument(
+        "--trainers",
+        metavar="N",
+        type=int,
+        default=1,
+        help="start when so many trainers are connected [1]",
     )
     sub.add_argument(
         "--buffer",
         metavar="N",
         type=int,
         default=8,
-        help="batches that a trainer may be behind another [8]",
+        help="how many batches a trainer may be behind the fastest [8]",
     )
     sub.add_argument(
         "--patience",
         metavar="SECONDS",
         type=float,
         default=300.0,
-        help="that others wait for one that takes nothing, before it is left behind [300]",
+        help="how long others wait for a trainer that takes nothing, before they go on [300]",
     )
     add_listening(sub, 8815)
 
@@ -143,7 +161,7 @@ def serve_rows(arguments: argparse.Namespace) -> int:
         told = error if isinstance(error, SpileError) else Interrupted()
         print(f"spile: {printable(str(told))}", file=sys.stderr)
         code = told.exit_code
-    if not server.is_closed:  # the exit would also wait for a trainer that reads nothing
+    if not server.is_closed:  # a normal exit would wait for a trainer that reads nothing
         sys.stdout.flush()
         os._exit(code)
     return code

@@ -1,4 +1,4 @@
-"""Formatting of reasons, program names and log lines."""
+"""Formatting of skip reasons, program names and log lines."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ def skipped(reasons: Mapping[str, int]) -> str:
 
 
 def program(name: str, path: str) -> str:
-    """What to type for a program: its name, or its path if the name would not find it."""
+    """Return a program's name, or its path if the shell would not find the name."""
     here = Path(path)
     found = shutil.which(name)
     if not here.is_file() or (found and Path(found).samefile(here)):
@@ -32,7 +32,7 @@ class JsonLines(logging.Formatter):
     def __init__(self, who: str = "") -> None:
         super().__init__()
         self._worker = f"{socket.gethostname()}-{os.getpid()}"
-        self._who = who  # its share, or its rank in a world
+        self._who = who  # share, or rank in a world
 
     def format(self, record: logging.LogRecord) -> str:
         more: dict[str, Any] = getattr(record, FIELDS, {})
@@ -49,7 +49,7 @@ class JsonLines(logging.Formatter):
 
 
 def formatter(*, as_json: bool, who: str = "") -> logging.Formatter:
-    """`who`: the name of this process among others."""
+    """Return a formatter of log lines; `who` names this process's share or rank."""
     if as_json:
         return JsonLines(who)
     return logging.Formatter(f"spile [{who}]: %(message)s" if who else "spile: %(message)s")

@@ -237,6 +237,6 @@ def test_the_command_says_what_was_copied_and_gc_finds_nothing(tmp_path: Path) -
     dest = tmp_path / "dest"
     said = run("copy", made.path, dest)
     assert said.out.startswith(f"{dest}: 2 of 5 units; ")
-    assert "the same command copies the rest when it is done" in said.out
+    assert "the same command copies them" in said.out
     assert "2 of them were there already" in run("copy", made.path, dest).out
     assert collect_garbage(LocalObjects(dest)) == []
