@@ -1,6 +1,9 @@
 """Token ids: those of the model's own tokenizer as transformers runs it, under each policy."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -293,3 +296,20 @@ def test_flags_of_tokens_are_those_of_the_definition(
     wanted = token_roles(encoding.offsets, Rendered(ENGLISH, spoken))
     assert ids.tolist() == encoding.ids and len(ids) < len(ENGLISH) / 2
     assert flags.tolist() == [ROLES[role] for role in wanted]
+
+
+@pytest.mark.parametrize("before", [None, "7"])
+def test_threads_are_started_and_the_environment_is_as_before(before: str | None) -> None:
+    """In a process of its own: there is one pool of threads for each."""
+    script = (
+        "import os\nfrom spile.corpus.tokenize import use_threads\n"
+        "def threads(): return len(os.listdir('/proc/self/task'))\n"
+        "was, environment = threads(), dict(os.environ)\nuse_threads(3)\n"
+        "assert threads() == was + 3, threads()\n"
+        "use_threads(2)\n"  # the pool keeps its size
+        "assert threads() == was + 3 and dict(os.environ) == environment\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if "RAYON" not in key}
+    environment |= {"RAYON_NUM_THREADS": before} if before else {}
+    environment.pop("TOKENIZERS_PARALLELISM", None)  # whoever sets it decides
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)

@@ -1,11 +1,13 @@
 """Convert text to token ids with the model's own tokenizer (the Rust library, batched)."""
 
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from spile.core.errors import ConfigError, InputError, SpileError
 from spile.core.index import BOS, EOS, ROLES, SPECIAL
@@ -20,16 +22,28 @@ _SPECIALS = (
     "model_specific_special_tokens",
 )
 _MOST_IDS = 1 << 24  # most ids in a vocabulary
+_POOL_SIZE = "RAYON_NUM_THREADS"
+_starting = threading.Lock()
 
 
 def use_threads(asked: int | None) -> None:
-    """Set how many threads the tokenizer may use; all cores but one by default.
+    """Start the threads of the tokenizer library: all cores but one by default.
 
-    This must precede the first batch of a process.
+    The library has one pool for each process. It takes the size from RAYON_NUM_THREADS when the
+    first batch is encoded, and has no other setting. So the variable is set for that moment only:
+    other libraries and child processes do not see it. A pool that exists keeps its size.
     """
     count = asked or max(1, (os.cpu_count() or 1) - 1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "true" if count > 1 else "false"
-    os.environ["RAYON_NUM_THREADS"] = str(count)
+    with _starting:
+        before = os.environ.get(_POOL_SIZE)
+        os.environ[_POOL_SIZE] = str(count)
+        try:
+            Tokenizer(BPE()).encode_batch_fast(["", ""])
+        finally:
+            if before is None:
+                del os.environ[_POOL_SIZE]
+            else:
+                os.environ[_POOL_SIZE] = before
 
 
 class TextTokenizer:
