@@ -3,7 +3,8 @@
 import argparse
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,14 @@ from spile import cli
 from spile.cli.launch import launch
 from spile.cli.parser import make_parser
 from spile.core.errors import InputError
+from spile.core.units import Span
+from spile.corpus import formats
+from spile.corpus.documents import CorpusDocument
+from spile.corpus.files import find_files
+from spile.corpus.formats.byte_files import ByteFormat
+from spile.corpus.formats.contract import UnitBuilder
+from spile.corpus.reader import CorpusReader
+from spile.corpus.units import CutOptions, make_units
 from spile.interop import export as exports
 from spile.interop.export.export_format import ExportFormat
 from spile.interop.export.export_source import ExportSource
@@ -37,7 +46,9 @@ from support import saes, stored, tiny
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
-RECIPES = ("model family", "tap site", "export format", "launcher", "encoder layout")
+RECIPES = (
+    "model family", "tap site", "corpus format", "export format", "launcher", "encoder layout"
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +96,45 @@ def test_a_family_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert checkpoint.arch.family == "toy"
     with pytest.raises(InputError, match=r"supported: .*ToyForCausalLM"):
         hf_config.read_config({**config, "architectures": ["Nothing"]}, "here")
+
+
+class NulFormat(ByteFormat):
+    """Texts that end in a NUL byte each."""
+
+    title = "NUL"
+    suffixes = (".nul",)
+    has_columns = False
+
+    def cut(self, builder: UnitBuilder, first: int, byte: int) -> None:
+        def ends(data: bytes, position: int) -> np.ndarray:
+            return position + 1 + np.flatnonzero(np.frombuffer(data, np.uint8) == 0)
+
+        self.cut_bytes(builder, self.chunks(), ends, first, byte)
+
+    def read(self, span: Span) -> Iterator[CorpusDocument]:
+        return map(CorpusDocument.of_bytes, b"".join(self.bytes_of(span)).split(b"\0")[:-1])
+
+    def sample(self) -> tuple[list[CorpusDocument], int]:
+        with self.file.open() as stream:
+            data = self.file.read(stream, 1 << 16)
+        return [CorpusDocument.of_bytes(text) for text in data.split(b"\0")[:-1]], len(data)
+
+
+def test_a_corpus_format_is_a_class_and_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = [f"document {n}" for n in range(40)]
+    path = tmp_path / "a.nul"
+    path.write_bytes(b"".join(text.encode() + b"\0" for text in written))
+    for corpus, said in ((path, "does not say what it holds"), (tmp_path, "holds no .parquet")):
+        with pytest.raises(InputError, match=said):
+            find_files(str(corpus))
+    monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, NulFormat))
+    with closing(CorpusReader(find_files(str(tmp_path)))) as reader:
+        units = make_units(reader, CutOptions(unit_tokens=50, density=1.0))
+        read = [reader.read(unit.spans, unit.first_doc).texts for unit in units]
+        assert len(units) > 5 and [text for texts in read for text in texts] == written
+        assert reader.sample(0)[0].texts == written
 
 
 def test_a_site_is_a_row_and_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 import csv
 import gzip
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
@@ -18,14 +18,12 @@ from hypothesis import strategies as st
 from spile.core.config import Recipe
 from spile.core.errors import InputError, SpileError
 from spile.core.expressions import DocumentFilter
-from spile.core.units import Span, Unit
-from spile.corpus import formats
+from spile.core.units import Unit
 from spile.corpus.documents import CorpusDocument
 from spile.corpus.files import find_files
 from spile.corpus.formats import FORMATS
 from spile.corpus.formats.arrow import ArrowFormat
-from spile.corpus.formats.byte_files import ByteFormat
-from spile.corpus.formats.contract import CorpusFormat, ReadOptions, UnitBuilder
+from spile.corpus.formats.contract import CorpusFormat, ReadOptions
 from spile.corpus.formats.csv import CsvFormat, TsvFormat
 from spile.corpus.formats.json import JsonArrayFormat, JsonLinesFormat
 from spile.corpus.formats.parquet import ParquetFormat
@@ -225,45 +223,3 @@ def test_a_compressed_file_reads_like_a_plain_one(
         return
     with closing(opened(path, kind)) as reader:
         assert texts(reader, cut(reader, 300)) == dict(enumerate(TEXTS))
-
-
-# -- the recipe of CONTRIBUTING: a format is one class and one row -----------------------------
-
-
-class NulFormat(ByteFormat):
-    """Texts that end in a NUL byte each."""
-
-    title = "NUL"
-    suffixes = (".nul",)
-    has_columns = False
-
-    def cut(self, builder: UnitBuilder, first: int, byte: int) -> None:
-        def ends(data: bytes, position: int) -> np.ndarray:
-            return position + 1 + np.flatnonzero(np.frombuffer(data, np.uint8) == 0)
-
-        self.cut_bytes(builder, self.chunks(), ends, first, byte)
-
-    def read(self, span: Span) -> Iterator[CorpusDocument]:
-        return map(CorpusDocument.of_bytes, b"".join(self.bytes_of(span)).split(b"\0")[:-1])
-
-    def sample(self) -> tuple[list[CorpusDocument], int]:
-        with self.file.open() as stream:
-            data = self.file.read(stream, 1 << 16)
-        return [CorpusDocument.of_bytes(text) for text in data.split(b"\0")[:-1]], len(data)
-
-
-def test_a_format_is_one_class_and_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.nul"
-    path.write_bytes(b"".join(text.encode() + b"\0" for text in TEXTS))
-    with pytest.raises(InputError, match="does not say what it holds"):
-        find_files(str(path))
-    monkeypatch.setattr(formats, "FORMATS", (*FORMATS, NulFormat))
-    files = find_files(str(tmp_path))
-    with closing(CorpusReader(files)) as reader:
-        units = cut(reader, 100)
-        assert len(units) > 10 and texts(reader, units) == dict(enumerate(TEXTS))
-        assert reader.sample(0)[0].texts == TEXTS
-    (tmp_path / "b.other").touch()
-    monkeypatch.setattr(formats, "FORMATS", FORMATS)
-    with pytest.raises(InputError, match="holds no .parquet"):
-        find_files(str(tmp_path))
