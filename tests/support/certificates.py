@@ -1,4 +1,4 @@
-"""Certificates that sign themselves, for servers of tests; made by openssl."""
+"""Self-signed certificates for the servers of tests, made by openssl."""
 
 import socket
 import subprocess

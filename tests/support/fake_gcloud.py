@@ -1,4 +1,4 @@
-"""A `gcloud` for tests: it keeps TPUs, runs what their hosts are told, and misbehaves as told.
+"""A `gcloud` for tests: it keeps TPUs, runs commands on their hosts, and fails on demand.
 
 `Cloud` sets it up and reads what it was asked; run as a program, this file is `gcloud` itself. A
 TPU is a file that holds its state, and each of its hosts a home in which commands really run.
@@ -18,7 +18,7 @@ HOSTS = 2  # of every TPU
 
 
 class Cloud:
-    """What there is, what was asked, and what shall go wrong."""
+    """The TPUs that exist, the commands so far, and the failures to come."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -38,10 +38,10 @@ class Cloud:
         return {path.name: path.read_text() for path in sorted((self.folder / "tpus").iterdir())}
 
     def fault(self, verb: str, *, err: str = "", code: int = 1, **more: Any) -> None:
-        """Once, the next time such a verb comes (with `has` in its words): this instead.
+        """Fail the next command with this verb once (`has`: only if it has this word).
 
-        `host`: only on that one; `preempt`: the TPU is lost first, and the answer is as usual;
-        `state`: what a description says.
+        `host`: only on that host; `preempt`: lose the TPU first, and answer as usual; `state`: the
+        state that a description reports.
         """
         number = len(list((self.folder / "faults").iterdir()))
         fault = {"verb": verb, "err": err, "code": code, **more}

@@ -63,7 +63,7 @@ def longrope(pairs: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# head_dim is not hidden_size / heads, the scores' scale is neither's root
+# head_dim is not hidden_size / heads, and the scale of scores is the root of neither
 GEMMA: dict[str, Any] = {**SMALL, "head_dim": 16}
 GEMMA2: dict[str, Any] = {
     **GEMMA, "num_hidden_layers": 4, "query_pre_attn_scalar": 24, "sliding_window": WINDOW,
@@ -76,8 +76,8 @@ GEMMA3: dict[str, Any] = {
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     },
 }  # fmt: skip
-# Full layers have heads of their own size and number, and keys for values. The last three layers
-# borrow keys and values, and have wider MLPs.
+# Full layers have heads of another size and number, and use keys as values. The last three layers
+# reuse the keys and values of earlier ones, and have wider MLPs.
 GEMMA4: dict[str, Any] = {
     **GEMMA, "num_hidden_layers": 7, "sliding_window": WINDOW, "global_head_dim": 24,
     "layer_types": ["sliding_attention", "full_attention"] * 2
@@ -115,7 +115,7 @@ GPT2: dict[str, Any] = {
     "vocab_size": tiny.VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 256,
     "bos_token_id": tiny.BOS, "eos_token_id": tiny.EOS,
 }  # fmt: skip
-# No keys and values that are shared between heads.
+# Every head has its own keys and values.
 OWN_KEYS: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
 GPTJ: dict[str, Any] = {**GPT2, "n_embd": 64, "rotary_dim": 8}
 GPTNEO: dict[str, Any] = {
@@ -125,7 +125,7 @@ GPTNEO: dict[str, Any] = {
 }  # fmt: skip
 FALCON: dict[str, Any] = {k: v for k, v in OWN_KEYS.items() if k != "intermediate_size"}
 OPT: dict[str, Any] = {**FALCON, "ffn_dim": 80, "pad_token_id": 1}
-# six heads: two of them beyond a power of two
+# six heads, two more than a power of two
 BLOOM: dict[str, Any] = {
     "vocab_size": tiny.VOCAB, "hidden_size": 48, "n_layer": 3, "n_head": 6,
     "bos_token_id": tiny.BOS, "eos_token_id": tiny.EOS,
@@ -134,7 +134,7 @@ MPT: dict[str, Any] = {
     "vocab_size": tiny.VOCAB, "d_model": 48, "n_layers": 3, "n_heads": 6, "max_seq_len": 256,
     "bos_token_id": tiny.BOS, "eos_token_id": tiny.EOS,
 }  # fmt: skip
-# heads of 16: a quarter of them turns two pairs
+# heads of 16 dimensions, of which a quarter (two pairs) is rotated
 NEOX: dict[str, Any] = {
     **{k: v for k, v in SMALL.items() if k != "num_key_value_heads"}, "hidden_size": 64,
     "rope_parameters": partial(0.25),
@@ -166,8 +166,8 @@ DOTS1: dict[str, Any] = {
     **SMALL, "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
     "topk_group": 2, "moe_intermediate_size": 32, "n_shared_experts": 2, "first_k_dense_replace": 1,
 }  # fmt: skip
-# Queries and keys of 20 dimensions, of which the last 8 turn, and values of 10; the latents' norms
-# have an epsilon of their own.
+# Queries and keys have 20 dimensions, of which the last 8 are rotated; values have 10. The norms of
+# latents have another epsilon.
 LATENT: dict[str, Any] = {
     **SMALL, **MHA, "num_hidden_layers": 4, "q_lora_rank": 20, "kv_lora_rank": 24,
     "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8,
@@ -192,8 +192,8 @@ LLAMA4: dict[str, Any] = {
     "interleave_moe_layer_step": 2, "no_rope_layer_interval": 3, "attention_chunk_size": WINDOW,
     "floor_scale": 10, "attn_scale": 0.4,
 }  # fmt: skip
-# Two value heads for each key head, and other sizes than attention's. What a query reads may be
-# nearly nothing, and its norm makes that one: with the usual epsilon of 1e-6, so it does of errors.
+# Two value heads for each key head, of other sizes than attention's. What a query reads may be
+# nearly zero, and a norm scales it to one: with the usual epsilon of 1e-6, errors as well.
 HYBRID: dict[str, Any] = {
     **SMALL, "head_dim": 16, "num_hidden_layers": 5, "rms_norm_eps": 1e-4,
     "layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"],
@@ -209,7 +209,7 @@ OLMO_HYBRID: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": None},
 }
 del OLMO_HYBRID["head_dim"]
-# Heads of keys and values of one size; plain layers and experts in both kinds of layers.
+# Keys and values have heads of one size; both kinds of layers occur with MLPs and with experts.
 KIMI_LINEAR: dict[str, Any] = {
     **{key: LATENT[key] for key in LATENT if key not in ("n_routed_experts", "rope_parameters")},
     "num_local_experts": 8, "num_hidden_layers": 5, "layer_types": HYBRID["layer_types"],
@@ -260,7 +260,7 @@ GPTOSS: dict[str, Any] = {
 
 
 def _family(config: str, model: str, base: dict[str, Any]) -> Callable[..., Callable[..., Any]]:
-    """From settings to a maker of models, which takes changes of its own; the last one holds.
+    """Return a function that makes a model from these settings and its own changes, which win.
 
     Classes are named: importing those of every family takes seconds, in every process of a run.
     """
@@ -602,7 +602,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "mpt-clipped": _mpt(n_heads=4, attn_config={"clip_qkv": 0.5, "softmax_scale": 0.2}),
 }
 
-# What the decoder does not compute, and what is said then.
+# What the decoder does not compute, and the error that says so.
 REFUSED = {
     "gpt2-layer-scaled": "scale_attn_by_inverse_layer_idx = True is not supported",
     "opt-projected": "word_embed_proj_dim = 32 is not supported",

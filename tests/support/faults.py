@@ -14,8 +14,8 @@ from pathlib import Path
 
 _SOURCE = Path(__file__).with_suffix(".c")
 
-# One call fails, and everything after it works: eio. It was done all the same: late. The disk is
-# full from there on, and half of what was being written is there: full.
+# eio: one call fails, and later ones work. late: the call fails although its effect happened.
+# full: the disk is full from that call on, after half of its bytes were written.
 FAILS = ("eio", "late", "full")
 KILLS = ("kill-before", "kill-half", "kill-after")
 FAULTS = (*FAILS, "short", *KILLS, "interrupt")
@@ -24,7 +24,7 @@ _IN_TURN = [fault for fault in FAULTS if fault not in (*OF_WRITES, "full")]
 
 
 def applies(fault: str, call: str, nth: int) -> bool:
-    """Whether a fault is tried at a call: writes are many, and take turns with some faults."""
+    """Whether to try a fault at a call: writes are many, so each gets only some of the faults."""
     if call != "write":
         return fault not in OF_WRITES
     return fault not in _IN_TURN or fault == _IN_TURN[nth % len(_IN_TURN)]
@@ -63,6 +63,6 @@ def arm(under: str, action: str, nth: int, report: str) -> None:
 
 
 def note(text: str) -> None:
-    """Put a line into what is being recorded."""
+    """Add a line to the record of calls."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).spile_faults_note(text.encode())

@@ -161,7 +161,7 @@ async def _answer(writer: asyncio.StreamWriter, status: bytes, body: bytes) -> N
 
 
 def _reset(writer: asyncio.StreamWriter) -> bool:
-    """End a connection with a reset, which a plain close would not be."""
+    """End a connection with a reset instead of a plain close."""
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()

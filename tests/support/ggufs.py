@@ -151,7 +151,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 
 
 def source(case: str) -> torch.nn.Module:
-    """A random model; norms too, so that a forgotten one shows."""
+    """A random model; its norms are random, too, so that a forgotten one changes results."""
     return deepcopy(_made(case))
 
 
@@ -208,7 +208,7 @@ def interleave(array: np.ndarray, heads: int) -> np.ndarray:
 
 
 def llama3_divisors(dim: int, factor: float = 8.0, original: int = 8192) -> np.ndarray:
-    """As the converter computes them: in float32."""
+    """Llama 3's divisors of frequencies in float32, as the converter computes them."""
     wavelengths = 2 * np.pi * np.float32(5e5) ** (np.arange(0, dim, 2, dtype=np.float32) / dim)
     found = []
     for wavelength in wavelengths.astype(np.float32):
@@ -239,7 +239,7 @@ def write_gguf(
     tensors: dict[str, np.ndarray],
     types: dict[str, Types] | None = None,
 ) -> Path:
-    """Metadata without a dot in front of its first word belong to the architecture."""
+    """Write a GGUF file; keys outside GGUF's own groups get the architecture as prefix."""
     writer = gguf.GGUFWriter(path, arch)
     for key, value in meta.items():
         top = key.split(".")[0] in ("tokenizer", "general", "split", "adapter", "quantize")

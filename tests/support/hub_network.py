@@ -1,4 +1,4 @@
-"""A server of large files for a Hub: at another address, which is signed, and expires."""
+"""A server of the Hub's large files, at another address: URLs are signed, and expire."""
 
 import re
 import threading
@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, urlsplit
 
 
 def ranged(asked: str | None, data: bytes) -> tuple[int, bytes, dict[str, str]]:
-    """What a server answers that knows ranges: status, body, headers."""
+    """The answer of a server that supports ranges: status, body, headers."""
     found = re.fullmatch(r"bytes=(\d+)-(\d*)", asked or "")
     if not found:
         return 200, data, {"Accept-Ranges": "bytes"}

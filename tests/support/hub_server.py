@@ -40,7 +40,7 @@ class File:
 
     @property
     def oid(self) -> str:
-        """As `preupload` and etags have it."""
+        """The hash that `preupload` and etags use."""
         return hashlib.sha256(self.data).hexdigest() if self.large else self.blob
 
     @property
@@ -80,7 +80,7 @@ class Repository:
 
 
 def settings(endpoint: str, home: Path, **more: str) -> dict[str, str]:
-    """The environment by which the Hub's clients find a server, and keep their things."""
+    """Environment variables: the server that clients of the Hub use, and where they cache."""
     return {
         "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_CACHE": str(home / "hub"),
         "HF_TOKEN_PATH": str(home / "token"), "HF_TOKEN": "", "HF_HUB_DISABLE_XET": "1",
@@ -89,7 +89,7 @@ def settings(endpoint: str, home: Path, **more: str) -> dict[str, str]:
 
 
 def use(endpoint: str, home: Path, patch: pytest.MonkeyPatch, **more: str) -> None:
-    """The same for this process, whose client has read its environment, and for its children."""
+    """Use a server in this process, whose client has read its environment, and in its children."""
     for name, value in settings(endpoint, home, **more).items():
         patch.setenv(name, value)
     template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
@@ -130,7 +130,7 @@ class Hub(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that was killed is no trouble of the server's."""
+        """Say nothing: a killed client is not an error of the server."""
 
     def publish(self, repo: str, files: Mapping[str, bytes], branch: str = "main") -> Repository:
         """Make a public repository (`models/` before its name: of a model), or commit to it."""
@@ -141,7 +141,7 @@ class Hub(ThreadingHTTPServer):
         return found
 
     def fail(self, method: str, path: str, status: int, *, late: bool = False) -> None:
-        """Once: the request that comes next, or (late) its answer."""
+        """Fail the next request once, before it is served or (late) after."""
         self.faults.append((method, path, status, late))
 
     def fault(self, method: str, path: str, *, late: bool) -> int | None:
@@ -380,7 +380,7 @@ class Handler(BaseHTTPRequestHandler):
 
 # A model's repository is known as models/OWNER/NAME.
 _REPO = r"/api/(?:datasets/|(?=models/))((?:models/)?[^/]+/[^/]+)"
-# Whether a route changes anything; None: its address is secret enough.
+# Whether a route changes anything; None: it needs no token, as its URL is secret.
 _ROUTES: tuple[tuple[str, str, bool | None, Callable[..., None]], ...] = (
     ("POST", "/api/repos/create", True, Handler.create),
     ("POST", "/api/validate-yaml", None, Handler.validate),
@@ -401,7 +401,7 @@ def sha(hub: Hub, repo: str = "me/texts", branch: str = "main") -> str:
 
 
 def requests(hub: Hub) -> list[str]:
-    """What was asked since the last time."""
+    """The requests since the last call."""
     paths = [path for _, path, _ in hub.seen]
     hub.seen.clear()
     return paths

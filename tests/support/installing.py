@@ -1,4 +1,4 @@
-"""A wheel of ours, and environments that hold it and just what they are given."""
+"""Build the wheel, and make environments that hold it and chosen packages."""
 
 import importlib.metadata
 import os
@@ -38,20 +38,20 @@ def build_wheel(folder: Path) -> Path:
 
 
 def make_environment(folder: Path, wheel: Path, within_sight: Path) -> Path:
-    """The `bin` of a fresh one with the wheel in it and the packages of a folder within sight."""
+    """Make an environment with the wheel and the packages of a folder; return its `bin`."""
     venv.create(folder, with_pip=False, symlinks=True)
     binaries = folder / "bin"
     pip = (sys.executable, "-m", "pip", "--python", binaries / "python", "install", "--quiet")
     call(*pip, "--no-deps", "--no-index", wheel, cwd=folder)
     (site,) = folder.glob("lib/python3*/site-packages")
-    # A path in a .pth file is not searched for further .pth files: our own, editable install of
-    # spile stays out of sight.
+    # Python does not look for .pth files in a folder that a .pth file names, so the editable
+    # install of spile there is not imported.
     (site / "dependencies.pth").write_text(f"{within_sight}\n")
     return binaries
 
 
 def link_packages(names: Iterable[str], folder: Path) -> None:
-    """Only those of our installed packages, by links."""
+    """Link these installed packages, and no others, into a folder."""
     folder.mkdir(parents=True)
     for name in names:
         found = importlib.metadata.distribution(name)

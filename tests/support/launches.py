@@ -1,4 +1,4 @@
-"""What launchers are tested with: a job, words that bite, and programs that record."""
+"""For tests of launchers: jobs, hostile arguments, and programs that record their calls."""
 
 import json
 import os
@@ -15,7 +15,7 @@ DIGEST = "sha256:" + "0123456789abcdef" * 4
 IMAGE = f"registry.example/team/spile@{DIGEST}"
 EXTRACT = ("--model", "M", "--corpus", "C", "--taps", "resid_post:20", "--out", "gs://B/acts")
 SECRET = "hf_never-shown"
-# Each would do or mean something else, somewhere on its way.
+# Some shell, template or terminal on the way would give each another meaning.
 HOSTILE = (
     "two words", "it's", '"', "$(touch pwned)", "`touch pwned`", "$HOME", "$(NAME)", "$$", "a\nb",
     "-rf", "--", "; exit 7", "&& touch pwned", "*", "\\", "\\n", "ü€😀", "", "!!", "%A", "#x",
@@ -25,7 +25,7 @@ HOSTILE = (
 
 @pytest.fixture(scope="module")
 def made(model: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Work, Path]:
-    """What one process makes on one device, and how."""
+    """An extraction by one process on one device, and its output."""
     work = Work(model, corpus)
     work.options["batch_tokens"] = 256
     out = tmp_path_factory.mktemp("made") / "out"
@@ -43,14 +43,14 @@ def contained(**changes: Any) -> Container:
 
 
 def hostile_job(**changes: Any) -> LaunchJob:
-    """Its arguments, variables and secrets are hostile, each in its own way."""
+    """A job whose arguments, variables and secrets are hostile."""
     env = {f"E{number}": value for number, value in enumerate(HOSTILE)}
     secrets = {f"S{number}": value for number, value in enumerate(HOSTILE)}
     return job(extract=HOSTILE, env=env, secrets=secrets, **changes)
 
 
 def recorder(path: Path, code: int = 0, body: str = "") -> Path:
-    """A program that writes down how it is called: a line of JSON beside it, for each call."""
+    """A program that writes a line of JSON beside itself for each call."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         f"#!{sys.executable}\n"

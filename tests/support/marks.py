@@ -1,4 +1,4 @@
-"""Which of several cases of a kind the suite tries; `make chaos` tries them all."""
+"""Choose the cases that the suite tries; `make chaos` tries all of them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,7 +8,7 @@ from hypothesis import settings
 
 
 def some(cases: Iterable[Any], *kept: Any) -> list[Any]:
-    """All cases; those that are not named here only with --chaos-full."""
+    """All cases, of which only `kept` run without --chaos-full."""
     cases = list(cases)
     assert {*kept} <= {*cases}, "a case was renamed"
     return [case if case in kept else _left(case) for case in cases]
@@ -19,7 +19,7 @@ def _left(case: Any) -> Any:
 
 
 def examples(count: int, **others: Any) -> Callable[[Any], Any]:
-    """Hypothesis tries so many examples in `make chaos`, and a sixth of them in the suite."""
+    """Let Hypothesis try `count` examples in `make chaos`, and a sixth of them in the suite."""
     if settings.get_current_profile_name() == "suite":
         count = min(count, max(8, count // 6))
     chosen = settings(**{"deadline": None, "max_examples": count, **others})

@@ -52,7 +52,7 @@ def make_step(
 
 
 def make_batch(rows: int, seq: int = 24, *, keep: bool = False, vocab: int = 250) -> Batch:
-    """Two documents in a row, padding behind some; `keep`: only some places of each."""
+    """Rows of two documents, some with padding; `keep` stores only some positions of each."""
     rng = np.random.default_rng(rows)
     tokens, positions, segments = (np.zeros((rows, seq), np.int32) for _ in range(3))
     lengths = rng.integers(4, seq + 1, rows).astype(np.int32)

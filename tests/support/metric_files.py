@@ -1,4 +1,4 @@
-"""What backends wrote, read back: TensorBoard's event files, offline runs of Weights & Biases."""
+"""Read what metric backends wrote: TensorBoard event files, offline Weights & Biases runs."""
 
 import importlib
 import json

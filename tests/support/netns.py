@@ -48,7 +48,7 @@ class Hosts:
         return f"{self._mark}_{name}"
 
     def inside(self, name: str = "launcher") -> list[str]:
-        """What a command begins with to run there."""
+        """The words before a command that make it run there."""
         return ["ip", "netns", "exec", self.space(name)]
 
     def home(self, name: str) -> Path:
@@ -56,7 +56,7 @@ class Hosts:
 
     def cut(self, name: str) -> None:
         _ip("-n", self.space(name), "link", "set", "eth0", "down")
-        # Who has forgotten where it was is told at once that it is not there.
+        # Without an ARP entry, a connection to a host that is cut off fails at once.
         _ip("-n", self._launcher, "neigh", "flush", "all")
 
     def mend(self, name: str) -> None:
@@ -95,7 +95,7 @@ class Hosts:
         _ip("-n", space, "addr", "add", f"10.79.0.{number}/24", "dev", "eth0")
         for link in ("lo", "eth0"):
             _ip("-n", space, "link", "set", link, "up")
-        # Gloo listens where the host's own name points to: `ip netns exec` shows this file there.
+        # Gloo listens on the address of the host's name; `ip netns exec` shows this as /etc/hosts.
         names = "".join(f"10.79.0.{n} h{n}\n" for n in range(1, self.count + 1))
         folder = Path("/etc/netns") / space
         folder.mkdir(parents=True)
@@ -123,7 +123,7 @@ class Hosts:
 
 
 def need_hosts() -> None:
-    """Skip, saying why, where there can be none."""
+    """Skip with the reason where namespaces cannot be made."""
     if os.geteuid() or not shutil.which("ip") or not Path(_SSHD).exists():
         pytest.skip("needs root, iproute2 and openssh-server")
 

@@ -1,4 +1,4 @@
-"""Less work for the same tests: programs that are not optimized, and what is made once for all."""
+"""Make tests cheaper: programs without optimizations, and things that processes share."""
 
 import fcntl
 import os
@@ -18,7 +18,7 @@ _programs: dict[Any, Any] = {}
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """A folder that the first of a session's processes fills, for all of them."""
+    """A folder that the first process of a session fills and all of them use."""
     folder = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent

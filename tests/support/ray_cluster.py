@@ -42,7 +42,7 @@ class Cluster:
         return node
 
     def kill(self, node: int) -> None:
-        """kill -9 of a node's raylet, and so of all that ran there."""
+        """Kill a node's raylet, and with it all that runs there."""
         self._ask("kill", node=node)
         self._nodes.discard(node)
 

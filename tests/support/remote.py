@@ -11,7 +11,7 @@ BUCKETS: dict[str, Callable[[], str]] = {"s3": servers.new_s3_store, "gs": serve
 
 
 class Counting(MemoryObjects):
-    """Objects that remember which ranges were asked for, and are never asked for more."""
+    """Objects that record which ranges are read."""
 
     def __init__(self) -> None:
         super().__init__("memory://counted")
@@ -34,7 +34,7 @@ def counted(data: bytes, name: str) -> tuple[Counting, RemotePath]:
 
 
 def upload(source: Path, url: str) -> str:
-    """Put a file, or what a folder holds, under a URL; where it is then."""
+    """Upload a file, or the files of a folder, to a URL; return its new URL."""
     objects = open_objects(url)
     if source.is_file():
         objects.replace(source.name, source.read_bytes())

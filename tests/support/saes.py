@@ -66,7 +66,7 @@ def plain_encode(
     subtract: bool = True,
     rescale: bool = False,
 ) -> np.ndarray:
-    """All latents of rows, in float64, each formula written out for one row."""
+    """All latents of some rows in float64, by each formula written out for one row."""
     wide = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
     found = np.zeros((len(rows), wide["W_enc"].shape[1]))
     for number, row in enumerate(rows.astype(np.float64)):

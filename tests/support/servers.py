@@ -30,7 +30,7 @@ def s3_endpoint() -> str:
 
 
 def s3_environment(endpoint: str) -> dict[str, str]:
-    """How clients find an S3 server."""
+    """Environment variables by which clients find an S3 server."""
     return {
         "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1",
         "AWS_ENDPOINT_URL": endpoint,
@@ -45,7 +45,7 @@ def new_s3_store() -> str:
 
 @cache
 def s3_account(name: str) -> dict[str, str]:
-    """How clients find an S3 server of its own, which nobody opens without this account's keys."""
+    """Environment variables of another S3 server, which refuses requests without these keys."""
     keys = {"AWS_ACCESS_KEY_ID": f"{name}-key", "AWS_SECRET_ACCESS_KEY": f"{name}-secret"}
     endpoint = started("s3_server.py", *keys.values())
     _make_bucket(endpoint)
@@ -82,7 +82,7 @@ def new_gcs_store() -> str:
 
 @contextlib.contextmanager
 def faulty_gcs(*faults: str) -> Iterator[str]:
-    """A server of Google's protocol with faults on purpose: yields the URL of an empty store."""
+    """A server of Google's protocol with chosen bugs: yields the URL of an empty store."""
     endpoint = started("gcs_server.py", *faults)
     _make_bucket(endpoint)
     before = gcs_environment(gcs_endpoint())
@@ -95,7 +95,7 @@ def faulty_gcs(*faults: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def failing(kind: str, share: float, seed: int) -> Iterator[str]:
-    """A proxy before a server, of which a share of the requests fails: yields its address.
+    """A proxy in front of a server that fails a share of the requests: yields its address.
 
     Meanwhile the environment names the proxy instead of the server.
     """
@@ -117,7 +117,7 @@ def counts(proxy: str) -> dict[str, int]:
 
 
 def kinds(proxy: str) -> dict[str, int]:
-    """Requests that came to a proxy, by what S3 prices them as."""
+    """Requests to a proxy, by the class under which S3 bills them."""
     with urllib.request.urlopen(f"{proxy}/-/kinds") as answer:
         return json.load(answer)
 
@@ -129,13 +129,13 @@ def plan(proxy: str, *answers: tuple[str, str, str, str, bool]) -> None:
 
 
 def planned(proxy: str) -> list[list[object]]:
-    """What a proxy was told to answer, and has not been asked for yet."""
+    """The answers that a proxy was told to give and has not given yet."""
     with urllib.request.urlopen(f"{proxy}/-/plan") as answer:
         return json.load(answer)
 
 
 def unfinished_uploads() -> str:
-    """What S3 says of multipart uploads that were begun in the tests' bucket and not ended."""
+    """S3's list of unfinished multipart uploads in the tests' bucket."""
     with urllib.request.urlopen(f"{s3_endpoint()}/{_BUCKET}?uploads") as answer:
         return answer.read().decode()
 

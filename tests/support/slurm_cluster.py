@@ -15,7 +15,7 @@ _ALL = frozenset(("idle", "mixed", "allocated"))
 
 
 class Cluster:
-    """Nodes n1, n2, …: names for this machine, which the daemons alone know."""
+    """Nodes n1, n2, …: names of this machine that only the daemons know."""
 
     def __init__(self, folder: Path, nodes: int, ports: list[int]) -> None:
         self.folder, self.nodes = folder, nodes
@@ -149,7 +149,7 @@ SlurmdParameters=config_overrides
 
 
 def need_slurm() -> None:
-    """Skip, saying why, where there can be none."""
+    """Skip with the reason where Slurm cannot run."""
     missing = [name for name in _PROGRAMS if not shutil.which(name)]
     if os.geteuid() or missing:
         pytest.skip(f"needs root and slurm-wlm, munge (missing: {', '.join(missing) or 'root'})")

@@ -1,4 +1,4 @@
-"""A model that knows one letter no finite embedding of, and a corpus with one such letter."""
+"""A model whose embedding of one letter is not finite, and a corpus with that letter."""
 
 import json
 from pathlib import Path

@@ -4,7 +4,7 @@ import threading
 
 
 class StopAtLook(threading.Event):
-    """A flag that is set from the `number`-th time on that it is looked at."""
+    """A flag that is set from the `number`-th look at it on."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

@@ -129,7 +129,7 @@ class Coded:
 
 
 def code(values: np.ndarray, info: TapInfo) -> Coded:
-    """Store float32 rows in eight bits, the plain way. Of int8, the largest values are clipped."""
+    """Store float32 rows in eight bits by a plain formula; int8 clips the largest values."""
     none = np.zeros(len(values), np.int64)
     if info.dtype == "float8_e4m3":
         largest = np.array([np.abs(row).max() for row in values], np.float32)
@@ -239,7 +239,7 @@ WITH_TOKENIZER: dict[str, Any] = {
     "model": {"config": "c0ffee", "tokenizer": contents_digest(TOKENIZER.values())},
 }
 
-# An encoded tap of forty latents, four of which are kept of each row.
+# An encoded tap: each row keeps 4 of 40 latents.
 LATENTS: Taps = {
     "mlp_out_latents.1": TapInfo((4,), "float32", latents=40),
     "mlp_out_latent_ids.1": TapInfo((4,), "int16", latents=40),
@@ -260,12 +260,12 @@ def random_rows(rng: np.random.Generator, count: int, info: TapInfo) -> np.ndarr
 
 
 def outliers(info: TapInfo) -> np.ndarray:
-    """What channels are multiplied by, so that no two scales are alike: from 1 to 100."""
+    """A factor from 1 to 100 for each channel, so that no two scales are equal."""
     return np.geomspace(1, 100, info.width, dtype=np.float32).reshape(info.shape)
 
 
 def describe(rows: np.ndarray) -> TapStats:
-    """Statistics of rows, the plain way; whatever their shape, each value is a channel."""
+    """Statistics of rows by plain formulas; each value of a row is a channel."""
     wide = rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(np.float64)
     if not len(wide):
         return TapStats.empty(wide.shape[1])
@@ -455,7 +455,7 @@ class HeldRecords:
     """
 
     class _MadeBy(dict[str, Any]):
-        """A dictionary that can be referred to weakly."""
+        """A dictionary that weak references can refer to."""
 
     def __init__(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.most = 0
@@ -501,7 +501,7 @@ def flip(path: Path, position: int, mask: int = 1) -> None:
 
 
 def reseal(stored: Stored, unit: int, **changes: Any) -> None:
-    """Make record and manifest fit a unit's files as they are now: checksums find nothing."""
+    """Update record and manifest to a unit's present files, so that checksums find no fault."""
     objects, ledger, done = stored.objects, stored.ledger, stored.done(unit)
 
     def refreshed(file: Shard) -> Shard:
@@ -525,7 +525,7 @@ def reseal(stored: Stored, unit: int, **changes: Any) -> None:
 
 @contextmanager
 def forged_units(stored: Stored, records: Sequence[Done]) -> Iterator[None]:
-    """Another segment and another manifest, of these records; the right ones afterwards."""
+    """Replace segment and manifest by ones of these records; restore the originals afterwards."""
     key = fmt.CURRENT.segment_key(0)
     with changed(stored, key, fmt.MANIFEST):
         statistics = columns_in(key, stored.objects.get(key))
@@ -638,7 +638,7 @@ def write_added(
 
 
 class Stopped(BaseException):
-    """As a kill: nothing catches it."""
+    """Stands for a kill: nothing catches it."""
 
 
 class Stopping(LocalObjects):

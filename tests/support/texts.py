@@ -48,10 +48,10 @@ def write_parquet(path: Path, columns: dict[str, pa.Array], rows: int = 2) -> Pa
 
 
 def token_roles(offsets: Sequence[tuple[int, int]], rendered: Rendered) -> list[str]:
-    """The definition: whose each token is, by its characters; a role, or "template".
+    """The role of each token from its characters, or "template": the definition.
 
-    A token across a border is the assistant's if it holds any character of the assistant's (so
-    `transformers` has it), and else of whom its first character is that is anyone's.
+    A token that crosses a border belongs to the assistant if any of its characters does, as in
+    `transformers`; otherwise to the role of its first character that has one.
     """
     stops = [stop for _, stop, _ in rendered.roles]
     found: list[str] = []

@@ -136,7 +136,7 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
 
 
 def environment() -> dict[str, str]:
-    """Processes under test run on the CPU and warn about nothing.
+    """Environment variables: processes under test run on the CPU, without warnings.
 
     (But jax may: of a program that another process is just adding to the tests' cache.)
     """

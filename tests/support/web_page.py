@@ -32,7 +32,7 @@ TAPS = {"resid_post.0": 12, "resid_post.1": 12, "mlp_out.1": 5}
 SINK = 40.0  # what rows of position 0 are multiplied by
 LOUD = 3  # the channel that is large
 LOUD_TOKEN = "z"  # wherever this is read
-# An encoded tap, beside one that is not: of forty latents the four largest are stored.
+# A plain tap and an encoded one, which stores the 4 largest of 40 latents.
 LATENT_TAP = "resid_post_latents.1"
 LATENT_TAPS: stored.Taps = {
     LATENT_TAP: TapInfo((4,), "float32", latents=40),
@@ -47,7 +47,7 @@ Rows = Callable[[str, int, np.ndarray], np.ndarray]
 
 
 def texts(count: int = 30, seed: int = 0) -> list[str]:
-    """Documents of a few words; the fourth is a stranger's."""
+    """Documents of a few words; the fourth is hostile."""
     rng = np.random.default_rng(seed)
     found = [f"document {number} " + tiny.words(rng, 6 + number % 9) for number in range(count)]
     found[3] = HOSTILE
@@ -56,7 +56,7 @@ def texts(count: int = 30, seed: int = 0) -> list[str]:
 
 
 def tokens(text: str) -> np.ndarray:
-    """As the tiny tokenizer has it: a BOS, then bytes."""
+    """The tiny tokenizer's ids: BOS, then bytes."""
     alphabet = {char: number for number, char in enumerate(_alphabet())}
     return np.array([tiny.BOS, *(alphabet[_char(byte)] for byte in text.encode())], np.int32)
 
@@ -88,7 +88,7 @@ def planted(tap: str, width: int, index: np.ndarray) -> np.ndarray:
 
 
 def planted_latents(tap: str, width: int, index: np.ndarray) -> np.ndarray:
-    """Latents of each row, and their ids: a loud one wherever a loud token is read."""
+    """Latents of each row and their ids; a loud token has a large latent."""
     if not tap.startswith("resid_post_latent"):
         return planted(tap, width, index)
     values, ids = np.zeros((2, len(index), width), np.float32)
@@ -234,7 +234,7 @@ class Answer:
 
     @property
     def milliseconds(self) -> float:
-        """Of the server's own time."""
+        """The time that the server itself took."""
         return float(self.headers["Server-Timing"].partition("dur=")[2])
 
 
@@ -258,7 +258,7 @@ class Served:
         tls: ssl.SSLContext | None = None,
         **headers: str,
     ) -> Answer:
-        """`headers`: with _ for -; `tls`: whom to trust."""
+        """Ask for a path; `headers` have _ for -, `tls` says which certificates to trust."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         request = urllib.request.Request(self.base + path, data, named, method=method)
         opener = urllib.request.build_opener(_Still(), urllib.request.HTTPSHandler(context=tls))
@@ -275,7 +275,7 @@ class Served:
         return answer.json
 
     def wait(self, name: str, until: Callable[[Any], bool], **asked: object) -> Any:
-        """The first answer that is as wanted."""
+        """Ask until the answer is the wanted one; return it."""
         limit = time.monotonic() + 120
         while not until(found := self.api(name, **asked)):
             assert time.monotonic() < limit, found
@@ -340,5 +340,5 @@ def vector(width: int = 12) -> bytes:
 
 
 def read_all(server: Served) -> None:
-    """Wait until what is shown of all rows is of all rows."""
+    """Wait until the page has read all rows."""
     server.wait("dataset", lambda told: told["read"]["rows"] == told["read"]["all"])

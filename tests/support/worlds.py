@@ -42,7 +42,7 @@ class Member:
         self.ended: float | None = None
         program, environment = ["-m", "spile.cli"], dict(environment)
         if not prefix and "SPILE_PLANT" not in environment:
-            # What is planted is for its child alone; a fork can be told of it later.
+            # Only the child may run planted code: the process that forks it must not.
             paths = environment.pop("PYTHONPATH", None)
             program = ["-c", _PLANTED.format(paths=paths)] if paths else program
         self.process = zygote.Popen(
@@ -60,7 +60,7 @@ class Member:
         return code
 
     def worker(self) -> int | None:
-        """The process that works."""
+        """The id of the child that computes."""
         try:
             pid = self.process.pid
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -69,7 +69,7 @@ class Member:
         return int(children[0]) if children else None
 
     def send(self, number: signal.Signals) -> None:
-        """To the process that works."""
+        """Send a signal to the child that computes."""
         worker = self.worker()
         assert worker, "it has not started, or has ended"
         os.kill(worker, number)
@@ -102,7 +102,7 @@ class Member:
 
 
 class Group:
-    """Processes that are to be joined; whatever becomes of a test, none is left behind."""
+    """Processes of one world; all of them end with the test, however it ends."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Group:
         return any(member.poll() is None for member in self.members)
 
     def until(self, condition: Callable[[], bool], seconds: float = 60) -> None:
-        """Wait for something that the processes should bring about."""
+        """Wait for a condition that the processes should make true."""
         wait_until(lambda: condition() or not self.running, seconds, self.said)
         assert condition(), f"they ended before that\n{self.said()}"
 
@@ -161,7 +161,7 @@ class Group:
         return self.wait_for(self.members, seconds)
 
     def wait_for(self, members: Sequence[Member], seconds: float) -> list[int]:
-        # All are asked each time, so that the moment is known at which each of them ended.
+        # Poll all of them each time, to know when each one ended.
         wait_until(lambda: None not in [member.poll() for member in members], seconds, self.said)
         return [member.process.returncode for member in members]
 
@@ -177,7 +177,7 @@ class Group:
 
 
 def on_devices(count: int) -> dict[str, str]:
-    """So many virtual ones; compiled in a hurry."""
+    """Environment variables for so many virtual devices, and for quick compilation."""
     return {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count} {quick.FLAGS}"}
 
 

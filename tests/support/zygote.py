@@ -61,7 +61,7 @@ class _Server:
         self._socket = ours
 
     def close(self) -> None:
-        """End it, and with it whatever a test left running."""
+        """End it, and with it all processes that a test left running."""
         self._socket.close()
         self._process.wait()
 
@@ -251,7 +251,7 @@ def _become(request: dict[str, Any], fds: list[int], inherited: list[int]) -> No
 
 
 def _run(words: list[str]) -> int:
-    """As the interpreter runs its command line, to the exit code."""
+    """Run a command line as the interpreter would; return the exit code."""
     from threading import _shutdown  # type: ignore[attr-defined]  # noqa: PLC0415
 
     code = 0
