@@ -1,10 +1,10 @@
-"""What each attention kernel takes for one layer, and how far it is from the definition.
+"""Time each attention kernel on one layer, and measure its distance from the definition.
 
     python bench/attention.py [--tokens 16384] [--seconds 0.3]
 
-Documents of natural lengths, packed, bfloat16, shapes of published models. The distance is that of
-one row from `attention.masked` in float32. A kernel that this machine does not have is named once,
-with the reason.
+Documents have natural lengths and are packed; shapes are those of published models, in bfloat16.
+The distance is between one row and `attention.masked` in float32. A kernel that this machine does
+not have is named once, with the reason.
 """
 
 import argparse
@@ -30,7 +30,7 @@ SHAPES = (
     ("gpt-oss, window", 64, 8, 64, 2048, 128, None, True),
     ("gpt-oss", 64, 8, 64, 2048, None, None, True),
 )
-_MOST_SCORED = 8192  # tokens of a row of which every pair is scored, for the definition
+_MOST_SCORED = 8192  # most tokens of a row for which the definition, which scores all pairs, runs
 
 
 def measure(shape: tuple[Any, ...], options: argparse.Namespace) -> str:

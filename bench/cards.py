@@ -1,11 +1,11 @@
-"""Which models run on which card, where their blocks are kept, and the foretold tokens a second.
+"""Which models run on which card, where their blocks are kept, and the predicted tokens a second.
 
     python bench/cards.py [--models Llama-3.3-70B-Instruct,...] [--seq-len 2048]
 
-From published configurations (tests/fixtures/configs) and `spile plan`'s own rules: one tap at the
-last layer, bfloat16, rows of full length. A rate is foretold from the card's sustained products and
-the rate of its link: the slower of computing and copying. Only the H200's figures were measured;
-those of the others are published ones, of whose products 66% are taken to be reached, as there.
+It uses published configurations (tests/fixtures/configs) and `spile plan`'s own rules: one tap at
+the last layer, bfloat16, rows of full length. The predicted rate is the slower of computing, at the
+card's sustained products, and copying, at the rate of its link. Only the H200's figures were
+measured; the others are published, and products are assumed to reach 66% of them, as on the H200.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Spile and the limits it is held against, as bench/gpu.py starts them: each a process of its own.
+"""Spile and the limits it is compared with; bench/gpu.py starts each in its own process.
 
 Each prints one JSON object: tokens a second, and where the time went.
 """
@@ -24,7 +24,7 @@ WARM_UP = 4  # steps
 
 
 def limit(options: argparse.Namespace) -> dict[str, Any]:
-    """The model's matrix products alone, chained in a scan, sustained."""
+    """Measure the sustained rate of the model's matrix products alone, chained in a scan."""
     os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
     import jax
     import jax.numpy as jnp
@@ -43,7 +43,7 @@ def limit(options: argparse.Namespace) -> dict[str, Any]:
 
     def block(x: Any, w: Any) -> Any:
         q, k, v, o, gate, up, down = w
-        used = 0 * ((x @ k.T)[:, :1] + (x @ v.T)[:, :1])  # nothing may be left out
+        used = 0 * ((x @ k.T)[:, :1] + (x @ v.T)[:, :1])  # so that XLA drops no product
         x = x + (x @ q.T) @ o.T + used
         hidden = (x @ gate.T + x @ up.T) * jnp.bfloat16(0.05)
         return (x + hidden @ down.T) * jnp.bfloat16(0.6), None  # neither dies out nor grows
@@ -62,7 +62,7 @@ def limit(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def sink(options: argparse.Namespace) -> dict[str, Any]:
-    """What a directory takes: four threads, large writes, both ways."""
+    """Measure the write rate of a directory: four threads, large writes, both ways."""
     size, total = 32 << 20, int(options.sink_bytes)
     Path(options.out).mkdir(parents=True)
 
@@ -100,7 +100,7 @@ def recipe_of(options: argparse.Namespace) -> Any:
 
 
 def compute(options: argparse.Namespace) -> dict[str, Any]:
-    """Spile's own step on the corpus's own batches; nothing leaves the device."""
+    """Measure Spile's step on batches of the corpus; nothing leaves the device."""
     import jax
 
     from spile.core.config import Runtime
@@ -151,14 +151,13 @@ def compute(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def spile(options: argparse.Namespace) -> dict[str, Any]:
-    """`spile.extract`; timed from the first rows written to the last durable file.
+    """Time `spile.extract` from the first written rows to the last durable file.
 
-    What is computed and not yet written when the clock starts, some steps where the sink is the
-    slower one, is the device's work before it and the sink's work after it: so tokens are counted
-    as they are computed, and bytes as they are written.
+    When the clock starts, some steps may be computed but not yet written (if the sink is slower).
+    So tokens are counted when they are computed, and bytes when they are written.
 
-    With a profile the time is not for comparison; and another run comes first, since to begin a
-    trace before a device's first work, or beside its work, gave none, crashed or hung.
+    With a profile, the time is not comparable. Another run comes first then: a trace that began
+    before the device's first work, or during its work, was empty, crashed or hung.
     """
     import spile as package
     from spile.metrics import Counters
@@ -194,7 +193,7 @@ def spile(options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"tok/s": spent["computed"] / (end - start), "shares": shares}
     result["GB/s"] = spent["bytes"] / (end - start) / 1e9
     result["cores"] = round((processor() - used) / (end - start), 2)  # used, on average
-    # What took long, and when it ended: a device that waits once is told from one that always does.
+    # Long waits and when they ended: this distinguishes one wait from many.
     for name in ("device_idle", "waited_for_text", *stages):
         pairs = zip(seen, seen[1:], strict=False)
         long = [(now[0] - start, now[2][name] - last[2][name]) for last, now in pairs]
@@ -208,7 +207,7 @@ def spile(options: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def traced(options: argparse.Namespace) -> Generator[Path | None]:
-    """What the device does meanwhile; the trace is kept beside the results."""
+    """Trace the device inside the context; the trace is kept beside the results."""
     if not options.profile:
         yield None
         return
@@ -243,7 +242,7 @@ def kernels_of(directory: Path) -> list[tuple[float, float, str, str]]:
             for event in line.events if line.name.startswith("Stream") else ():
                 lower = event.name.lower()
                 if lower.startswith(("memcpy", "memset")):
-                    continue  # work beside the kernels, or time without any
+                    continue  # not a kernel, or idle time
                 kind = next((k for k, words in KINDS.items() if any(w in lower for w in words)),
                             "everything else")  # fmt: skip
                 end = event.start_ns + event.duration_ns
@@ -252,7 +251,7 @@ def kernels_of(directory: Path) -> list[tuple[float, float, str, str]]:
 
 
 def read_profile(directory: Path, seconds: float) -> dict[str, Any]:
-    """How much of the last seconds no kernel ran, and which kinds of kernels took the rest."""
+    """Return the share of the last seconds without a kernel, and the shares of each kind."""
     found = kernels_of(directory)
     if not found:
         return {"seconds": 0.0}

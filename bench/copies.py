@@ -1,10 +1,10 @@
-"""How fast `spile copy` is, against the bare client: `python bench/copies.py`.
+"""Compare the speed of `spile copy` with the bare client: `python bench/copies.py`.
 
-Buckets are those of two servers on this machine, each of which only its own account's keys open. So
-the network is no limit, and client and servers share the cores. The bare client gets each object
-whole and puts it, as many at once; on disks it is shutil, as many at once, with a sync of each file
-and, at the end, of each folder. Neither compares any checksum. Both take turns, and who is first
-changes.
+The buckets are on two servers on this machine, each with its own account. So the network is no
+limit, and client and servers share the cores. The bare client gets each whole object and puts it,
+with the same concurrency. On disks it is shutil, with the same concurrency, a sync of each file
+and, at the end, of each folder. Neither bare way compares checksums. Both sides take turns, and the
+order alternates.
 """
 
 import argparse

@@ -3,10 +3,10 @@
     python bench/cpu.py [--layers 6] [--tokens 30000] [--rounds 2]
 
 Both read the same text with the same weights (the demo model cut to its first layers), compute in
-float32 on the same cores, and store one float32 tap at the deepest layer. HF is what people write:
-a forward hook, `.numpy()`, `np.save` per batch; its model is loaded and warmed up before the clock
-starts. Spile's clock includes everything from reading the recipe to the last durable file, weights
-and (cached) compilation too. Rounds alternate, and the best of each is compared.
+float32 on the same cores, and store one float32 tap at the deepest layer. The HF side is a typical
+script: a forward hook, `.numpy()`, `np.save` per batch. Its model is loaded and warmed up before
+the clock starts. Spile's clock includes everything from reading the recipe to the last durable
+file, also loading weights and (cached) compilation. Rounds alternate, and the best of each counts.
 """
 
 import argparse
@@ -34,7 +34,7 @@ EQUAL = 256
 
 
 def cut_model(directory: Path, layers: int) -> Path:
-    """The demo model's first layers, as a checkpoint both sides load."""
+    """Write the demo model's first layers as a checkpoint that both sides load."""
     source = open_checkpoint("demo")
     shutil.copytree(demo_model(), directory, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((directory / "config.json").read_text())
@@ -79,7 +79,7 @@ def open_demo() -> str:
 
 
 def run_hf(model: Any, tokenizer: Any, texts: list[str], batch: int, out: Path) -> float:
-    """What people write today; returns seconds."""
+    """Run a typical HF script; return its seconds."""
     out.mkdir()
     kept: list[torch.Tensor] = []
     hook = model.layers[-1].register_forward_hook(

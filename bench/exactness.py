@@ -6,11 +6,11 @@
     python bench/exactness.py --compute-dtypes            # what fewer bits cost, on the demo model
 
 The exact result is HF's model with every operation in float64. A row's distance is relative to its
-own length, or to the median length where that is larger, as in `spile check`. Printed are the root
-mean square over the rows of all contexts, and the worst row, each the largest over layers; then
-Spile's distance over that of HF's eager attention: the median over layers, and the largest.
-With --compute-dtypes it is Spile's own distance from its float32: mean over rows, the cosine, and
-the divergence of the next token's probabilities.
+own length, or to the median length if that is larger, as in `spile check`. The script prints the
+root mean square over the rows of all contexts, and the worst row, each for the layer where it is
+largest; then the ratio of Spile's distance to that of HF's eager attention: the median over layers,
+and the largest. With --compute-dtypes it prints Spile's distance from its own float32: the mean
+over rows, the cosine, and the divergence of the next token's probabilities.
 """
 
 import argparse
@@ -49,7 +49,7 @@ Rows = dict[str, list[np.ndarray]]  # by tap, context by context
 
 @dataclass(frozen=True)
 class Distance:
-    """Of one tap, by one way to compute it."""
+    """The distance of one tap, for one way to compute it."""
 
     mean: float  # root mean square over rows
     worst: float
@@ -73,7 +73,7 @@ def measure(
     sites: Collection[str] = (),
     ways: Sequence[str] = WAYS,
 ) -> dict[str, dict[str, Distance]]:
-    """The distance of every tap (or those of some sites) from float64, by tap and way."""
+    """Return the distance of every tap (or of some sites' taps) from float64, by tap and way."""
     arch = open_checkpoint(str(directory)).arch
     taps = [tap.name for tap in all_taps(arch) if not sites or tap.site in sites]
     taps = [tap for tap in taps if not tap.startswith("expert_ids")]
@@ -88,7 +88,7 @@ def measure(
         else:
             try:
                 reference.attend_by(way)
-            except ValueError:  # Gemma 2 and gpt-oss have eager attention alone
+            except ValueError:  # Gemma 2 and gpt-oss have only eager attention
                 continue
             rows = [reference.taps(context, taps) for context in contexts]
         for tap in taps:
@@ -102,7 +102,7 @@ def _by_spile(
     directory: Path, contexts: Sequence[np.ndarray], taps: Sequence[str]
 ) -> list[dict[str, np.ndarray]]:
     model = spile.load_model(str(directory), compute_dtype="float32")
-    # With attention weights among the taps they mix the values, which others need not wait for.
+    # A run that taps attention weights mixes values with them, so they run apart from the others.
     patterns = [tap for tap in taps if tap.startswith("attn_pattern")]
     others = [tap for tap in taps if tap not in patterns]
     found: list[dict[str, np.ndarray]] = []
@@ -126,7 +126,7 @@ def _distance(pairs: list[tuple[np.ndarray, np.ndarray]]) -> Distance:
 
 
 def ratios(found: dict[str, dict[str, Distance]]) -> dict[str, float]:
-    """Spile's mean distance over that of HF's eager attention, by tap; 1 where both are exact."""
+    """Return the ratio of Spile's mean distance to HF eager's, by tap; 1 if both are exact."""
     least = float(np.finfo(np.float32).eps) / 4  # embeddings are copied, not rounded
     return {
         tap: max(by["spile"].mean, least) / max(by["eager"].mean, least)
@@ -222,7 +222,7 @@ def in_float64(names: Collection[str]) -> Iterator[None]:
 
 
 def family_ratios(make: Callable[..., Any], seeds: int, tokens: int = 60) -> dict[str, float]:
-    """By tap, the root mean square of the ratios over random models of a family."""
+    """Return the root mean square of the ratios over random models of a family, by tap."""
     found: dict[str, list[float]] = {}
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder:
@@ -261,7 +261,7 @@ def _print_families(wanted: str, seeds: int) -> None:
 
 
 def print_compute_dtypes(contexts: list[np.ndarray]) -> None:
-    """Relative distance and cosine of each tap, and the next token's divergence, by dtype."""
+    """Print each tap's relative distance and cosine, and the next token's divergence, by dtype."""
     taps = "embed,resid_post:0,resid_post:4,resid_post:14,resid_post:29,logits"
 
     def rows(dtype: str) -> dict[str, np.ndarray]:
@@ -295,7 +295,7 @@ def main() -> None:
     )
     parser.add_argument("--contexts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=192, help="in each context")
-    parser.add_argument("--sites", default="", help="of these sites alone")
+    parser.add_argument("--sites", default="", help="only these sites")
     parser.add_argument("--in-float64", default="", help=f"some of {','.join(OPERATIONS)}")
     parser.add_argument("--families", default="", help="all, or some by name")
     parser.add_argument("--seeds", type=int, default=3)

@@ -3,12 +3,13 @@
     python bench/families.py [--models gemma-2-9b,Mixtral-8x7B-v0.1] [--attention auto,triton]
                              [--seq-len 2048] [--seconds 2] [--hf] [--profile N] [--parity]
 
-Published configurations (tests/fixtures/configs), cut to a few layers and a small vocabulary, with
-random bfloat16 weights; documents of natural lengths (log-normal, median 600, cut at the row),
-packed. `products` are the model's matrix products, chained, on as many tokens: those of the chosen
-experts as one plain product each. HF runs full rows of the same length, the best of its ways.
-`--profile` tells where a step's time goes, by kind, and names the N kernels that take the most.
-`--parity` instead compares rows in bfloat16 with HF in float32, beside HF's own in bfloat16.
+Models are published configurations (tests/fixtures/configs), cut to a few layers and a small
+vocabulary, with random bfloat16 weights. Documents have natural lengths (log-normal, median 600,
+cut at the row) and are packed. `products` are the model's matrix products, chained, on as many
+tokens; those of the chosen experts are one plain product each. HF runs full rows of the same
+length, in the fastest way it has. `--profile` prints the shares of a step's time by kind of kernel,
+and the N longest kernels. `--parity` instead compares rows in bfloat16 with HF in float32, next to
+HF's own in bfloat16.
 """
 
 import argparse
@@ -32,14 +33,14 @@ MODELS = (
     "starcoder2-7b", "gemma-7b", "gemma-2-2b", "gemma-2-9b", "gemma-3-4b-it", "Mistral-7B-v0.1",
     "Mixtral-8x7B-v0.1", "Qwen3-30B-A3B", "gpt-oss-20b", "Qwen3-0.6B", "gpt2", "pythia-70m",
 )  # fmt: skip
-# With other mixers than softmax attention, or insides that those above do not have.
+# Models with mixers other than softmax attention, or with features that those above lack.
 MIXERS = (
     "DeepSeek-V2-Lite", "GLM-4.7-Flash", "Qwen3-Next-80B-A3B-Instruct", "Qwen3.5-27B-text",
     "Olmo-Hybrid-7B", "Mamba-Codestral-7B-v0.1", "Bamba-9B", "Nemotron-H-8B-Base-8K",
     "granite-4.0-h-tiny", "Falcon-H1-0.5B-Base", "LFM2-1.2B", "gemma-4-E2B-it-text",
     "gemma-4-26B-A4B-it-text", "OLMoE-1B-7B-0924", "Llama-4-Scout-17B-16E-Instruct",
 )  # fmt: skip
-# Not cut to --layers: these are small, or their first layers are not like the others.
+# Not cut to --layers: these are small, or their first layers differ from the others.
 WHOLE = (
     "gemma-2-2b", "gemma-3-4b-it", "Qwen3-0.6B", "gpt2", "pythia-70m", "Falcon-H1-0.5B-Base",
     "LFM2-1.2B", "gemma-4-E2B-it-text",
@@ -50,7 +51,7 @@ PEAK = 653e12  # FLOP/s that large products reach on an H200
 
 
 def cut_config(name: str, layers: int | None) -> tuple[dict[str, Any], int]:
-    """A published configuration, its vocabulary and layers cut; and how many layers it has."""
+    """Return a published configuration with vocabulary and layers cut, and its full depth."""
     config = json.loads((CONFIGS / f"{name}.json").read_text())
     text = config.get("text_config", config)
     depth = "n_layer" if "n_layer" in text else "num_hidden_layers"
@@ -114,7 +115,7 @@ def normal(shape: tuple[int, ...]) -> Callable[[Any], Any]:
 
 
 def in_float8(params: Any) -> Any:
-    """The blocks' matrices in float8."""
+    """Convert the blocks' matrices to float8."""
     import jax
 
     from spile.models.config import specs
@@ -133,7 +134,7 @@ def in_float8(params: Any) -> Any:
 
 
 def natural_batch(rows: int, seq: int) -> Any:
-    """Documents of natural lengths, each in the first row with room for it."""
+    """Return a batch of documents of natural lengths, each in the first row with room for it."""
     from spile.corpus.pack import Batch
 
     rng = np.random.default_rng(0)
@@ -160,7 +161,7 @@ def natural_batch(rows: int, seq: int) -> Any:
 
 
 def timed(call: Callable[[], Any], seconds: float) -> float:
-    """Seconds of one call, sustained."""
+    """Return the sustained seconds of one call."""
     import jax
 
     jax.block_until_ready(call())
@@ -176,9 +177,9 @@ def timed(call: Callable[[], Any], seconds: float) -> float:
 
 
 def products(arch: Any, depth: int, tokens: int) -> tuple[Callable[[], Any], float]:
-    """The matrix products of the blocks, one after the other; and their FLOPs.
+    """Return a call that runs the blocks' matrix products in sequence, and their FLOPs.
 
-    Each adds to the values that the next product of that width takes, so none can be left out.
+    Each adds to the input of the next product of that width, so XLA cannot drop any.
     """
     import jax
 
@@ -208,7 +209,7 @@ def products(arch: Any, depth: int, tokens: int) -> tuple[Callable[[], Any], flo
 
 
 def hf_seconds(config: dict[str, Any], rows: int, seq: int, seconds: float) -> tuple[float, str]:
-    """Seconds of a step of full rows in HF, in the fastest of the ways that it has."""
+    """Return the seconds of HF's step on full rows, in the fastest way it has, and that way."""
     import torch
     import transformers
 
@@ -216,7 +217,7 @@ def hf_seconds(config: dict[str, Any], rows: int, seq: int, seconds: float) -> t
     best, way = float("inf"), "nothing runs"
     routed = any(key in str(config) for key in ("num_experts", "num_local_experts"))
     capped = "attn_logit_softcapping" in config and config["attn_logit_softcapping"]
-    for attention in ("eager",) if capped else ("sdpa", "eager"):  # sdpa leaves a soft cap out
+    for attention in ("eager",) if capped else ("sdpa", "eager"):  # sdpa ignores a soft cap
         for experts in ("grouped_mm", "eager") if routed else ("",):
             try:
                 settings = transformers.AutoConfig.for_model(**config)
@@ -248,7 +249,7 @@ def hf_seconds(config: dict[str, Any], rows: int, seq: int, seconds: float) -> t
 
 
 def parity(name: str, options: argparse.Namespace) -> None:
-    """Rows of packed documents in bfloat16, and HF's own, against HF in float32: mean distances."""
+    """Print the mean distances of Spile's and HF's bfloat16 rows from HF in float32."""
     import jax
     import jax.numpy as jnp
     import torch
@@ -283,7 +284,7 @@ def parity(name: str, options: argparse.Namespace) -> None:
     ]
 
     def by_hf(model: Any, ids: np.ndarray) -> np.ndarray:
-        # Before the last norm, which hidden_states[-1] has been through.
+        # Take the stream before the last norm; hidden_states[-1] is after it.
         inner = getattr(model, "model", None) or model.base_model
         inner = getattr(inner, "language_model", inner)
         blocks = next(m for n, m in inner.named_children() if n in ("layers", "h"))

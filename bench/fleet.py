@@ -1,11 +1,11 @@
 """A fleet of preemptible workers, in simulated time: `python bench/fleet.py --workers 1000`.
 
 The ledger, the picker, the heartbeats and the bucket's client are the shipped ones. Steps take
-drawn times, the bucket has drawn latencies, throttles 1% of the requests and loses 0.1% of the
-answers, and workers are preempted every two hours in the mean (`tests/simulator/preemptible.py`).
+random times. The bucket has random latencies, throttles 1% of the requests and loses 0.1% of the
+answers. Workers are preempted every two hours on average (`tests/simulator/preemptible.py`).
 
-    ideal           when the live workers could have computed every unit once, and nothing else
-    duplicated      share of the computed seconds, of units that another worker had committed
+    ideal           the time in which the live workers could have computed every unit exactly once
+    duplicated      share of the computed seconds spent on units that another worker committed
 """
 
 import argparse

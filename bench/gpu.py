@@ -2,12 +2,12 @@
 
     python bench/gpu.py [--shape 7B] [--seconds 15] [--taps 8] [--sinks /dev/shm,/tmp]
 
-Everyone reads the same documents (log-normal lengths, mean about 1,000 tokens, cut at 2,048) with
-the same random bfloat16 weights and stores the same residual streams. Each contestant has a
-process of its own, is warmed up, and is timed until its last file is whole (Spile's: durable and
-committed). The limit is the model's own matrix products, chained, on the same card in the same
-run; a sink's is what it takes from a few threads that do nothing but write. Whichever of the two is
-lower, Spile should reach. Peers that are not installed are left out, and said so.
+All contestants read the same documents (log-normal lengths, mean about 1,000 tokens, cut at 2,048)
+with the same random bfloat16 weights and store the same residual streams. Each contestant has its
+own process, is warmed up, and is timed until its last file is complete (for Spile: durable and
+committed). One limit is the model's own matrix products, chained, on the same card in the same run;
+the other is the rate at which a few threads that only write fill the sink. Spile should reach the
+lower of the two. Peers that are not installed are skipped with a message.
 """
 
 import argparse
@@ -35,14 +35,14 @@ STEP_TOKENS = 16384
 
 
 class Bench:
-    """Starts contestants, prints what they reach, and remembers it (on disk, too)."""
+    """Starts contestants, prints their results, and keeps them (also on disk)."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.results: dict[str, dict[str, Any]] = {}
 
     def run(self, title: str, name: str, **changes: Any) -> float | None:
-        """Tokens a second (of a sink, GB); None where there is nothing to time, which is said."""
+        """Return tokens a second (for a sink, GB); None, with a message, if it could not run."""
         begin = time.perf_counter()
         settings = {**vars(self.options), **changes}
         file = "contestants.py" if name in OURS else "peers.py"
@@ -152,7 +152,7 @@ def measure(bench: Bench) -> None:
     mean = make_corpus(Path(options.corpus), Path(options.model), most)
 
     def sized(rate: float) -> dict[str, Any]:
-        """As many documents as take the time at this rate, in two units."""
+        """Return options for as many documents as take the time at this rate, in two units."""
         tokens = int(options.seconds * rate) + 2 * WARM_UP * options.step_tokens
         return {"max_docs": int(tokens / mean), "unit_tokens": tokens // 2}
 

@@ -1,4 +1,4 @@
-"""What everyone in bench/gpu.py reads: a model of real shapes with random weights, and a corpus."""
+"""The inputs of bench/gpu.py: a model of real shapes with random weights, and a corpus."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def config_of(shape: str) -> dict[str, Any]:
 
 
 def make_model(directory: Path, shape: str) -> None:
-    """Random weights under which activations keep a realistic size, and a tokenizer."""
+    """Write random weights under which activations keep a realistic size, and a tokenizer."""
     import ml_dtypes
     import torch
     from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -75,7 +75,7 @@ def demo_texts() -> list[str]:
 
 
 def make_corpus(path: Path, model: Path, tokens: int) -> float:
-    """Pieces of the demo's text, of natural lengths; returns the mean of those."""
+    """Write pieces of the demo's text, of natural lengths; return their mean length."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))

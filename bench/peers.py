@@ -1,10 +1,10 @@
-"""What people run today, as bench/gpu.py starts it: each in a process of its own.
+"""Other tools and scripts that people use; bench/gpu.py starts each in its own process.
 
 Each reads the same texts, keeps the residual stream after the same layers without padding, and
-writes one file per layer and batch. `tuned` is what an expert writes in torch for this one family:
+writes one file per layer and batch. `tuned` is an expert's torch script for this one family:
 documents packed into steps of one shape, torch's packed flash attention, fused projections and
-`torch.compile`, copies into pinned memory that overlap with the next forward, four threads that
-write, one that tokenizes ahead.
+`torch.compile`, copies into pinned memory that overlap with the next forward pass, four threads
+that write, one that tokenizes ahead.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def measured(
     done, begin, seconds = 0, 0.0, Seconds(float)
     for number, batch in enumerate(batches):
         if number == WARM_UP:
-            wait()  # or the warm-up's own work would count
+            wait()  # otherwise the warm-up's work would count
             seconds.clear()
             begin = time.perf_counter()
         tokens = one(number, batch, seconds)
@@ -78,7 +78,7 @@ def stage(seconds: Seconds, name: str, begin: float) -> float:
 
 def plain(options: argparse.Namespace, forward: Callable[[Any], list[torch.Tensor]],
           tokenizer: Any) -> dict[str, Any]:  # fmt: skip
-    """Padded batches in the corpus's order, `.cpu()`, a file for each layer."""
+    """Run padded batches in the corpus's order, with `.cpu()` and a file for each layer."""
     texts = texts_of(options)
     Path(options.out).mkdir(parents=True)
 
@@ -105,7 +105,7 @@ def plain(options: argparse.Namespace, forward: Callable[[Any], list[torch.Tenso
 
 
 def hooked(model: Any, layers: list[int]) -> list[torch.Tensor]:
-    """A list that fills with the outputs of these layers at every forward."""
+    """Return a list that fills with the outputs of these layers at every forward pass."""
     kept: list[torch.Tensor] = []
     for layer in layers:
         model.layers[layer].register_forward_hook(
@@ -167,7 +167,7 @@ def transformer_lens(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def tuned(options: argparse.Namespace) -> dict[str, Any]:
-    """What an expert writes in torch: see the module's docstring."""
+    """Run an expert's torch script (see the module's docstring)."""
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = PackedQwen2(Path(options.model), options.layers)
     Path(options.out).mkdir(parents=True)
@@ -175,7 +175,7 @@ def tuned(options: argparse.Namespace) -> dict[str, Any]:
     side = torch.cuda.Stream() if on_gpu else None
     steps: queue.Queue[Any] = queue.Queue(4)
     files: queue.Queue[Any] = queue.Queue()
-    # Pinned once: a fresh buffer for each step would cost more than the forward.
+    # Pinned once: a new buffer for each step would cost more than the forward pass.
     spare: queue.Queue[torch.Tensor] = queue.Queue()
     for _ in range(3 * len(options.layers)):
         shape = (options.step_tokens, model.width)
@@ -238,7 +238,7 @@ def tuned(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def packed_step(documents: list[list[int]], size: int, longest: int) -> tuple[Any, ...]:
-    """Ids, positions and boundaries of documents end to end, filled up to a fixed shape."""
+    """Return ids, positions and boundaries of concatenated documents, padded to a fixed shape."""
     count = sum(map(len, documents))
     rest = size - count
     padding = [[0] * min(longest, rest - start) for start in range(0, rest, longest)]
@@ -246,18 +246,18 @@ def packed_step(documents: list[list[int]], size: int, longest: int) -> tuple[An
     lengths = [len(each) for each in (*documents, *padding)]
     positions = np.concatenate([np.arange(length) for length in lengths])
     ends = np.cumsum(lengths)
-    # A fixed number of boundaries: further ones are of empty documents.
+    # A fixed number of boundaries: the rest belong to empty documents.
     most = 64 * -(-(len(lengths) + 1) // 64)
     bounds = np.concatenate([[0], ends, np.full(most - len(ends), size)]).astype(np.int32)
     arrays = [torch.from_numpy(array) for array in (ids, positions, bounds)]
     if torch.cuda.is_available():
-        # To copy from other memory would wait for every forward that has been started.
+        # A copy from unpinned memory would wait for every forward pass that has started.
         arrays = [array.pin_memory() for array in arrays]
     return (*arrays, count)
 
 
 class PackedQwen2:
-    """Qwen2 as an expert would write it for this: nothing but what the taps need."""
+    """Qwen2 as an expert would write it for this purpose: only what the taps need."""
 
     def __init__(self, directory: Path, layers: list[int]) -> None:
         from safetensors.torch import load_file

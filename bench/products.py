@@ -1,10 +1,10 @@
-"""What it costs on a CPU to sum float32 products in short runs, and what torch's products take.
+"""Measure the cost on a CPU of summing float32 products in short runs, against torch's products.
 
     python bench/products.py [--rows 2048]
 
-Three blocks of a model's matrix products, in turns, best of eight: torch's, XLA's as they are, and
-XLA's in runs of at most 256, 384 and 512 terms (`models/forward/ops.py`; docs/exactness.md has what
-each gives).
+It runs three blocks of a model's matrix products, in turns, best of eight: torch's, XLA's plain
+ones, and XLA's in runs of at most 256, 384 and 512 terms (`models/forward/ops.py`).
+docs/exactness.md has the accuracy of each.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 """How fast rows come shuffled out of a dataset, against bare numpy and other readers:
 `python bench/reader.py`.
 
-Everything lies in the page cache and is read by one process. The bare reader has all rows in one
-memory map and takes those of each batch, in Spile's own order, into one buffer: nothing that
-shuffles can do less. Readers take turns, since the machine may have other work; ratios are of the
-same turn, and medians are shown.
+Everything is in the page cache and is read by one process. The bare reader has all rows in one
+memory map and takes those of each batch, in Spile's order, into one buffer: no shuffling reader can
+do less. Readers take turns, since the machine may have other work. Ratios are within a turn, and
+medians are shown.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def compare(readers: dict[str, Reader], turns: int) -> None:
-    """Ratios to the first reader, turn by turn."""
+    """Print each reader's rate, and its ratio to the first reader, turn by turn."""
     rates: dict[str, list[float]] = {name: [] for name in readers}
     for _ in range(turns):
         for name, read in readers.items():
@@ -79,7 +79,7 @@ def compare(readers: dict[str, Reader], turns: int) -> None:
 def made(
     path: Path, rows: int, shard_bytes: int = 1 << 28, width: int = WIDTH, taps: int = 1
 ) -> Dataset:
-    """A dataset of one tap, or of several of that width; its contexts are all alike."""
+    """Make a dataset of one tap, or of several of that width; all its contexts are alike."""
     infos = {
         f"resid_post.{n}": TapInfo((width,), "float16", (f"blocks.{n}.hook_resid_post",))
         for n in range(taps)
@@ -148,8 +148,8 @@ def local(dataset: Dataset, folder: Path, window: int, others: bool) -> dict[str
 
         return read
 
-    # Narrower rows are slower to take: memory is waited for at the beginning of each. So aligned
-    # datasets are compared with one that has as many rows to take, in two taps.
+    # Narrower rows are slower to take, because each begins with a wait for memory. So aligned
+    # datasets are compared with one dataset that has the same number of rows, in two taps.
     both = made(folder / "both", len(whole), width=WIDTH // 2, taps=2)
     pair = align(*(made(folder / name, len(whole), width=WIDTH // 2) for name in ("one", "two")))
 
@@ -176,7 +176,7 @@ def local(dataset: Dataset, folder: Path, window: int, others: bool) -> dict[str
 
 
 def served(dataset: Dataset, window: int) -> float:
-    """By another process, over loopback; from the first batch on."""
+    """Read from another process over loopback, timed from the first batch on."""
     command = [sys.executable, "-m", "spile.cli", "serve-rows", dataset.url, "--json", "--port",
                "0", "--batch-size", str(BATCH), "--window", str(window)]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
@@ -189,12 +189,12 @@ def served(dataset: Dataset, window: int) -> float:
 
 
 def numbers(index: np.ndarray) -> np.ndarray:
-    """Rows by their index: contexts lie in order."""
+    """Return row numbers from index entries: contexts are in order."""
     return index["doc"] * CONTEXT + index["offset"]
 
 
 def peers(dataset: Dataset, folder: Path, order: np.ndarray) -> dict[str, Reader]:
-    """What can be run here."""
+    """Return the other tools' readers that can run here."""
     found: dict[str, Reader] = {}
     python = os.environ.get("SPILE_SAELENS_PYTHON")
     if python:
@@ -227,7 +227,7 @@ def peers(dataset: Dataset, folder: Path, order: np.ndarray) -> dict[str, Reader
 
 
 def random_rows(tensorstore: object, folder: Path, order: np.ndarray) -> Reader:
-    """Of the Zarr that is written beside, opened by another library."""
+    """Read the rows of a Zarr export through another library."""
 
     def read() -> float:
         spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(folder / "rows.zarr")}}
@@ -243,7 +243,7 @@ def random_rows(tensorstore: object, folder: Path, order: np.ndarray) -> Reader:
 
 
 def remote(size: int) -> dict[str, Reader]:
-    """A server on this machine, which shares its cores."""
+    """Return readers of a bucket whose server runs on this machine and shares its cores."""
     import obstore
 
     from spile.objects import open_objects
@@ -311,7 +311,7 @@ print(size / (time.perf_counter() - began))
 
 
 def saelens(python: str, path: Path) -> float:
-    """By its own reader, mixing buffer and all, in its own environment."""
+    """Read with SAELens's own reader and mixing buffer, in its own environment."""
     command = [python, "-c", _SAELENS, str(path), HOOK, *map(str, (CONTEXT, WIDTH, BATCH))]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

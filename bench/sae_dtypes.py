@@ -1,11 +1,11 @@
-"""What fewer bits cost: the example's SAE on rows stored, or computed, in fewer of them.
+"""Measure the cost of fewer bits: the example's SAE on rows stored, or computed, in fewer bits.
 
     python bench/sae_dtypes.py --out /tmp/sae_dtypes
 
 The same corpus is extracted once for each dtype, and an SAE trained on each, from three seeds.
-All are judged by the same held-out rows, those in bfloat16, and by the loss of the model itself.
-What is done is kept in --out: the command may be stopped and run again, or run several times at
-once for some of the dtypes or seeds each.
+All are evaluated on the same held-out bfloat16 rows, and by the model's own loss. Results are kept
+in --out: you may stop the command and run it again, or run several at once for different dtypes or
+seeds.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def table(out: Path) -> str:
-    """Means over the seeds, and the furthest from it."""
+    """Return a table of means over the seeds, with the largest deviation."""
     lines = [f"| rows | bytes a row | {' | '.join(SHOWN)} |", "|---" * (2 + len(SHOWN)) + "|"]
     for dtype in DTYPES:
         found = [

@@ -2,9 +2,9 @@
 
     python bench/start.py [--shape 7B] [--work /dev/shm/spile-start] [--runs 3]
 
-A model of real shapes with random weights lies in the page cache. Each run is a process of its own;
-the first has no compiled programs yet, the others find them in XLA's cache. Stages overlap: the
-model is loaded while the first texts are read and the step is compiled.
+A model of real shapes with random weights is in the page cache. Each run is a separate process; the
+first has no compiled programs yet, the others find them in XLA's cache. Stages overlap: the model
+is loaded while the first texts are read and the step is compiled.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""A model larger than its device: blocks streamed from host memory, against the same kept there.
+"""Compare a model whose blocks are streamed from host memory with the same model on the device.
 
     python bench/streamed.py [--shape 32B] [--sweep 65536] [--seconds 10] [--resident N] [--whole]
                              [--profile N]
 
-Published shapes with random weights, made in place: those of Qwen2.5 in bfloat16, those of gpt-oss
-in MXFP4, which is decoded on the device when a block is used. Documents of natural lengths, packed.
-`--resident N` blocks stay on the device, the others come from pinned host memory, each in its turn;
-`--distinct` of them are different arrays (the bytes that move are the same). `--whole` first runs
-the step of the model as a whole, which must then fit. Prints useful tokens a second, the time that
-the device waited for weights, and the most memory that it used; `--profile` where the time goes.
+Models have published shapes and random weights: Qwen2.5 in bfloat16, gpt-oss in MXFP4, which the
+device decodes when a block runs. Documents have natural lengths and are packed. `--resident N`
+blocks stay on the device, the others are streamed from pinned host memory; `--distinct` of them are
+different arrays (the bytes that move are the same). `--whole` first runs the step of the whole
+model, which must then fit. The script prints useful tokens a second, the time that the device
+waited for weights, and the peak memory; with `--profile`, also where the time goes.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def arch_of(shape: str) -> Any:
 
 
 def packed_loader(shape: str, layers: int, folder: Path) -> Any:
-    """Loads blocks of a checkpoint in MXFP4 with random codes, which is made in a folder."""
+    """Make an MXFP4 checkpoint of random codes in a folder; return a loader of its blocks."""
     import jax.numpy as jnp
     import numpy as np
     from families import cut_config
@@ -81,7 +81,7 @@ def packed_loader(shape: str, layers: int, folder: Path) -> Any:
 
 
 def sustained(step: Any, batch: Any, seconds: float) -> float:
-    """Useful tokens a second."""
+    """Return the sustained useful tokens a second."""
     import jax
 
     step.compile(batch)

@@ -1,10 +1,10 @@
 """How fast text becomes packed tokens, by kind of corpus: `python bench/tokenizing.py`.
 
-Everything before the device: reading, chat templates, tokenizing, packing, as `spile extract` does
-it, by the demo model's tokenizer on the demo corpus, many times over. Each line is a process of
-its own. Tokens per core are tokens over processor seconds, of all threads and processes; the limit
-of one interpreter, over those that only one thread at a time can spend: all but the tokenizer's
-own, which are Rust's (not known where it has no threads of its own).
+It measures everything before the device (reading, chat templates, tokenizing, packing), with the
+demo model's tokenizer on repetitions of the demo corpus. Each line is a separate process. "Tokens
+per core" divides by the processor seconds of all threads and processes. "One interpreter's limit"
+divides by the seconds that only one thread at a time can spend: all but those of the tokenizer's
+own Rust threads (unknown if it has none).
 """
 
 import argparse
@@ -59,7 +59,7 @@ def show(kind: str, one: dict[str, Any]) -> None:
 
 
 def written(folder: Path, kind: str, size: int) -> Path:
-    """The demo corpus, as often as it takes, in paragraphs."""
+    """Write the demo corpus as paragraphs, repeated up to the size."""
     import gzip
 
     import pyarrow as pa
@@ -97,7 +97,7 @@ def written(folder: Path, kind: str, size: int) -> Path:
 
 
 def chat(text: str, size: int) -> list[dict[str, str]]:
-    """Turns of so many characters."""
+    """Split a text into turns of `size` characters."""
     return [
         {
             "role": "assistant" if start // size % 2 else "user",

@@ -1,11 +1,11 @@
-"""Models by topologies: the best mesh, whether it fits, tokens a second at most.
+"""For models and topologies: the best mesh, whether it fits, and the most tokens a second.
 
     python bench/tpu_table.py [--on libtpu|cpu] [--models 0.5B,7B] [--topologies v5e-8,v5e-64]
                               [--taps resid_post:-1] [--search]
 
-The very functions of `spile compile`: the mesh that `--mesh auto` takes, or with --search the best
-of all that are worth trying (minutes for each cell). With `--on cpu` it runs anywhere, and what
-fits is an estimate. Prints a Markdown table.
+It calls the functions of `spile compile`: the mesh is that of `--mesh auto`, or with --search the
+best of all worth trying (minutes for each cell). With `--on cpu` it runs anywhere, and memory is an
+estimate. It prints a Markdown table.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def _qwen(width: int, mlp: int, layers: int, heads: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-# A published config, and in what the model differs from it.
+# A published config, and the fields in which the model differs.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2.5-0.5B": ("Qwen2.5-0.5B", {}),
     "Qwen2.5-7B": ("Qwen2.5-7B", {}),
@@ -67,7 +67,7 @@ def best(question: Question, options: argparse.Namespace) -> Compiled | None:
         try:
             return search(question)[0]
         except ConfigError:
-            pass  # by our estimate none fits; let the compiler say so
+            pass  # by estimate no mesh fits; let the compiler decide
     return compile_step(question, layout)
 
 

@@ -1,12 +1,12 @@
 """How the cost of a dataset grows with its units: `python bench/units.py DIR --units 400000`.
 
-`--flat 1000,10000,100000` measures what one more unit costs in datasets of so many: all but the
-last 512 units are there, and a worker does those as a run does, but for the text and the step. The
-datasets take turns of 32 units; the figure is the median of a dataset's turns (and the quartiles).
+`--flat 1000,10000,100000` measures the cost of one more unit in datasets of these sizes: all but
+the last 512 units exist, and a worker does those as in a run, without the text and the step. The
+datasets take turns of 32 units; the result is the median of a dataset's turns (and the quartiles).
 
-A dataset of real units (tiny rows) is made by the ledger's own code. It is then multiplied: every
-further unit is a hard link to the files of one that was made, with a record, a segment and a table
-of its own, written without fsync. Every figure is that of a fresh process.
+The ledger's own code makes a dataset of real units (tiny rows). It is then multiplied: every
+further unit is a hard link to the files of a real one, with its own record, segment and table
+entry, written without fsync. Every figure comes from a fresh process.
 
     made            CPU milliseconds for each unit: its files, its record, its share of a segment
     open, status …  seconds, and the largest resident set in MB
@@ -67,7 +67,7 @@ def recipe() -> ResolvedRecipe:
 
 
 def table_of(units: int) -> Table:
-    """A document, a span and a unit each."""
+    """Return a table in which every unit has one span of one document."""
     entries = [Unit(n, n, 1, ROWS, (Span(0, n, 1, n, n + 1),)) for n in range(units)]
     made = recipe()
     return Table(
@@ -81,7 +81,7 @@ def table_of(units: int) -> Table:
 
 
 def write_unit(ledger: Ledger, table: Table, unit: int) -> Done:
-    """Make one unit as a run does, but for the model."""
+    """Make one unit as a run does, but without a model."""
     index = np.zeros(ROWS, INDEX_DTYPE)
     index["token_id"], index["pos"] = np.arange(ROWS), np.arange(ROWS)
     index["offset"], index["doc"] = np.arange(ROWS), unit
@@ -109,7 +109,7 @@ def write_unit(ledger: Ledger, table: Table, unit: int) -> Done:
 
 
 def picker_of(ledger: Ledger, table: Table) -> StorePicker:
-    """A worker's picker. (Of its job it needs the units alone.)"""
+    """Return a worker's picker, with a job that has only units."""
     job: Any = SimpleNamespace(units=table.units, recipe=table.recipe, table=table)
     presence = Presence(ledger.objects, 30, ledger.layout)
     return StorePicker(job, ledger, presence, Budget(table, ledger, None), threading.Event())
@@ -118,8 +118,8 @@ def picker_of(ledger: Ledger, table: Table) -> StorePicker:
 def make(folder: Path, units: int) -> float:
     """Make real units as a worker does; return the CPU milliseconds that each took.
 
-    All is there but the text and the step: choosing and claiming the unit, its files, its record,
-    segments and the manifest.
+    This includes everything but the text and the step: choosing and claiming the unit, its files,
+    its record, segments and the manifest.
     """
     ledger, table = Ledger(LocalObjects(folder)), table_of(units)
     ledger.create_table(table)
@@ -134,9 +134,9 @@ def make(folder: Path, units: int) -> float:
 
 
 class CountedObjects(LocalObjects):
-    """A disk whose requests are counted as those of a bucket: a listing for each 1,000 keys.
+    """A disk that counts requests like a bucket: one listing for each 1,000 keys.
 
-    Sizes are not: a disk asks for them where a bucket does not.
+    Requests for sizes do not count: a bucket does not need them.
     """
 
     def __init__(self, root: Path) -> None:
@@ -166,7 +166,7 @@ class CountedObjects(LocalObjects):
 
 
 class Flat:
-    """A dataset that has all units but its last ones, and a worker that does those in turns."""
+    """A dataset without its last units, and a worker that does them in turns."""
 
     def __init__(self, real: Path, folder: Path, units: int) -> None:
         last = (units - LAST_UNITS) // fmt.GROUP_UNITS * fmt.GROUP_UNITS
@@ -184,7 +184,7 @@ class Flat:
         return sum(self.ledger.objects.requests.values())
 
     def turn(self) -> bool:
-        """Do a few units; return whether there were so many."""
+        """Do a turn of units; return whether there were enough."""
         began = time.process_time()
         for _ in range(TURN):
             unit = self.picker.take()[0]
@@ -222,7 +222,7 @@ def flat(real: Path, folder: Path, counts: Sequence[int]) -> None:
 
 
 def multiply(real: Path, folder: Path, units: int, stop: int | None = None) -> None:
-    """Link the files of real units as those of many, or of the first ones, up to a group."""
+    """Link the files of real units as those of many units, up to the group of unit `stop`."""
     source, ledger, table = (
         Ledger(LocalObjects(real)),
         Ledger(LocalObjects(folder)),
@@ -248,7 +248,7 @@ def multiply(real: Path, folder: Path, units: int, stop: int | None = None) -> N
 
 @contextmanager
 def unfinished(folder: Path) -> Iterator[None]:
-    """Take away the manifest, the last segment and the last records; put them back afterwards."""
+    """Remove the manifest, the last segment and the last records; restore them afterwards."""
     units = len(Ledger(LocalObjects(folder)).table().units)
     last = range(units - 10, units)
     groups = {CURRENT.group(unit) for unit in last}
@@ -284,7 +284,7 @@ def _link(real: Path, folder: Path, done: Done, unit: int) -> Done:
     return copy
 
 
-# -- what is measured, each in a process of its own ------------------------------------------------
+# -- measurements, each in its own process ---------------------------------------------------------
 
 
 def opened(out: str) -> Any:
@@ -327,7 +327,7 @@ measure_progress = measure_status
 
 
 def measure_join(out: str) -> None:
-    """What a worker does before its first unit: the table, what is done, a group, a claim."""
+    """Measure a worker before its first unit: the table, the done units, a group, a claim."""
     ledger = Ledger(LocalObjects(Path(out)))
     table = ledger.table()
     ledger.done_units()
@@ -366,7 +366,7 @@ def measure_documents(out: str) -> None:
 
 
 def measure_serve(out: str) -> None:
-    """`spile serve` until its page is answered: the run, a list of documents, a search."""
+    """Measure `spile serve` until it has answered: the run, a list of documents, a search."""
     from spile.serve.routes import Answers, plain
 
     answers = Answers(
@@ -394,7 +394,7 @@ def measure_compact(out: str) -> None:
 
 
 def measure_push(out: str) -> None:
-    """All of a push but the Hub and its client: every file is checked as it would be sent."""
+    """Measure a push without the Hub and its client: every file is checked as before sending."""
     from spile.interop.hub import push
 
     class Nowhere(push._Repository):

@@ -1,7 +1,8 @@
-"""How fast a unit's rows reach a bucket, against the bare client: `python bench/upload.py`.
+"""Compare the speed of Spile's uploads with the bare client: `python bench/upload.py`.
 
-Servers run on this machine, so the network is no limit, and client and server share its cores.
-The bare client puts objects of the same sizes, as many at once, from one buffer. Both take turns.
+Servers run on this machine, so the network is no limit, and client and server share its cores. The
+bare client puts objects of the same sizes, with the same concurrency, from one buffer. Both take
+turns.
 """
 
 import argparse

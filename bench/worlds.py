@@ -25,7 +25,7 @@ def free_port() -> int:
 
 
 def run(processes: int, docs: int, cores: set[int], out: Path) -> tuple[float, int]:
-    """Seconds between the first and the last committed unit, and the tokens committed meanwhile."""
+    """Return the seconds from the first to the last commit, and the tokens committed meanwhile."""
     shutil.rmtree(out, ignore_errors=True)
     flags = (
         f"--model demo --corpus demo --taps resid_post:5 --seq-len 256 --unit-tokens 4k "

@@ -27,18 +27,18 @@ import numpy as np
 import spile
 from spile.core.errors import SpileError
 
-# A context's first row is huge and always the same.
+# Skip the first row of a context, which is huge and always the same.
 LEARNT, HELD_OUT = "pos >= 1 and doc % 5 != 0", "pos >= 1 and doc % 5 == 0"
 ALONE, SHARED = 0.1, 0.3  # a latent's share of norm in the smaller model: at most, at least
 SETTINGS = {
     "latents": 1024, "steps": 400, "batch": 512, "rate": 1e-3, "sparsity": 2.0, "seed": 0
 }  # fmt: skip
 
-Rows = dict[str, jax.Array]  # of each model: [rows, width], with a mean square of one
+Rows = dict[str, jax.Array]  # by model: [rows, width], with a mean square of one
 
 
 def begin(first: Rows, latents: int, seed: int) -> dict[str, Any]:
-    """Small random directions, other ones for each model; means of the first rows as biases."""
+    """Start with small random directions for each model, and the first rows' means as biases."""
     keys = jax.random.split(jax.random.key(seed), len(first))
     dec = {
         side: jax.random.normal(key, (latents, x.shape[1])) * 0.1 / jnp.sqrt(x.shape[1])
@@ -55,13 +55,13 @@ def encode(coder: dict[str, Any], x: Rows) -> jax.Array:
 
 
 def unexplained(coder: dict[str, Any], x: Rows, latents: jax.Array) -> Rows:
-    """The squared error of each model, of all rows and values."""
+    """Return the squared error of each model, for all rows and values."""
     decoded = {side: latents @ w + coder["b_dec"][side] for side, w in coder["dec"].items()}
     return {side: jnp.square(x[side] - decoded[side]).sum() for side in decoded}
 
 
 def norms(coder: dict[str, Any]) -> Rows:
-    """The length of each latent's direction, in each model."""
+    """Return the norm of each latent's decoder direction, in each model."""
     return {side: jnp.linalg.norm(w, axis=1) for side, w in coder["dec"].items()}
 
 
@@ -73,7 +73,7 @@ def loss(coder: dict[str, Any], x: Rows, sparsity: jax.Array) -> jax.Array:
 
 @partial(jax.jit, donate_argnums=0)
 def advance(state: dict[str, Any], x: Rows, rate: jax.Array, sparsity: jax.Array) -> dict[str, Any]:
-    """One step of Adam."""
+    """Make one step of Adam."""
     number = state["step"] + 1
     slopes = jax.grad(loss)(state["coder"], x, sparsity)
     mean = jax.tree.map(lambda m, s: 0.9 * m + 0.1 * s, state["mean"], slopes)
@@ -88,7 +88,7 @@ def advance(state: dict[str, Any], x: Rows, rate: jax.Array, sparsity: jax.Array
 
 
 def train(batches: Iterator[Rows], args: argparse.Namespace) -> dict[str, Any]:
-    """The sparsity rises over the first half of all steps, and the rate falls over the last."""
+    """Train; the sparsity rises in the first half of the steps, the rate falls in the second."""
     state: dict[str, Any] | None = None
     for number, x in enumerate(islice(batches, args.steps)):
         if state is None:

@@ -1,11 +1,11 @@
-"""A linear probe: what can be read off a tap's rows about the document they are of.
+"""A linear probe: predict a label of a document from single rows of a tap.
 
     spile extract --model demo --corpus demo --taps resid_post:9 --out acts/demo
     python examples/probe.py acts/demo --tap resid_post.9 --label 'year >= 1900'
 
 The label is a condition over the columns kept from the corpus, written as for --filter:
-`topic == 'law' and year >= 1900`. Logistic regression on single rows, by Newton's method; every
-fifth document is held out, with all its rows.
+`topic == 'law' and year >= 1900`. The probe is logistic regression on single rows, by Newton's
+method; every fifth document is held out, with all its rows.
 """
 
 import argparse
@@ -16,11 +16,11 @@ import spile
 from spile.core.errors import SpileError
 from spile.core.expressions import DocumentFilter
 
-HELD_OUT = 5  # every so many documents
+HELD_OUT = 5  # every fifth document is held out
 
 
 def labels(ds: spile.Dataset, label: str) -> np.ndarray:
-    """Of every document of the corpus: 1 or 0."""
+    """Return the label of every document of the corpus: 1 or 0."""
     condition = DocumentFilter(label, "--label")
     for name in condition.columns:
         if name not in ds.document_columns:
@@ -35,14 +35,14 @@ def labels(ds: spile.Dataset, label: str) -> np.ndarray:
 def rows(
     ds: spile.Dataset, tap: str, where: str, most: int, of: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows, with a column of ones, and the label of each."""
+    """Return rows, with a column of ones, and the label of each."""
     batch = next(ds.batches([tap], most, where=where, shuffle="full", normalize="std"))
     flat = batch[tap].reshape(len(batch["index"]), -1)
     return np.pad(flat, ((0, 0), (0, 1)), constant_values=1.0), of[batch["index"]["doc"]]
 
 
 def fitted(x: np.ndarray, y: np.ndarray, ridge: float, turns: int = 12) -> np.ndarray:
-    """Weights of the most likely logistic model, kept small by `ridge`."""
+    """Return the weights of a logistic model with an L2 penalty of `ridge`."""
     weights = np.zeros(x.shape[1], np.float64)
     for _ in range(turns):
         chance = _chance(x, weights)

@@ -7,9 +7,9 @@
 
 The vector is the difference of means: the mean row of documents with the label, minus that of the
 others. Two runs with --splice read the same tokens: one adds `--factor` times the vector to every
-row of `--tap`, and one adds a random vector of the same length. Printed is, for each run and for
-both kinds of documents: how far the rows of `--later` moved along the difference of means of that
-tap (1 is the whole way from one mean to the other), and by how much the loss rose.
+row of `--tap`, and one adds a random vector of the same length. For each run and both kinds of
+documents, the script prints how far the rows of `--later` moved along the difference of means of
+that tap (1 is the whole way from one mean to the other), and by how much the loss rose.
 """
 
 import argparse
@@ -21,13 +21,13 @@ import spile
 from probe import labels
 from spile.core.errors import SpileError
 
-ROWS = 1 << 20  # read at most
+ROWS = 1 << 20  # most rows to read
 
 
 def rows(ds: spile.Dataset, tap: str, half: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of even (0) or odd (1) documents in stored order, and the document of each.
+    """Return rows of even (0) or odd (1) documents in stored order, and the document of each.
 
-    (Not the first of a context, which is huge, nor the last, which predicts nothing.)
+    They exclude the first row of a context, which is huge, and the last, which predicts nothing.
     """
     where = f"pos >= 1 and not last and doc % 2 == {half}"
     batch = next(ds.batches([tap], ROWS, where=where, shuffle=None, dtype="float32"))
@@ -35,13 +35,13 @@ def rows(ds: spile.Dataset, tap: str, half: int) -> tuple[np.ndarray, np.ndarray
 
 
 def means(ds: spile.Dataset, tap: str, of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The mean row of documents without the label, and of those with it; of odd documents."""
+    """Return the mean row of odd documents without the label, and of those with it."""
     x, docs = rows(ds, tap, 1)
     return x[of[docs] == 0].mean(axis=0), x[of[docs] == 1].mean(axis=0)
 
 
 def write_vectors(ds: spile.Dataset, tap: str, of: np.ndarray, folder: Path) -> dict[str, Path]:
-    """The difference of means, and a random vector that is as long."""
+    """Write the difference of means, and a random vector of the same length."""
     without, having = means(ds, tap, of)
     vector = having - without
     drawn = np.random.default_rng(0).standard_normal(len(vector)).astype(np.float32)
@@ -55,7 +55,7 @@ def write_vectors(ds: spile.Dataset, tap: str, of: np.ndarray, folder: Path) -> 
 def effects(
     clean: spile.Dataset, changed: spile.Dataset, later: str, of: np.ndarray
 ) -> dict[str, tuple[float, float]]:
-    """Of even documents of both kinds: the shift of `later`, and the rise of the loss in nats."""
+    """Return the shift of `later` and the loss's rise in nats, for both kinds of even documents."""
     spile.align(clean=clean, changed=changed)  # refuses datasets of other rows
     without, having = means(clean, later, of)
     along = (having - without) / np.square(having - without).sum()

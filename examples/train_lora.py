@@ -27,7 +27,7 @@ SETTINGS = {
 
 
 def contexts(ds: spile.Dataset, docs: np.ndarray, length: int) -> list[torch.Tensor]:
-    """The tokens of documents, cut into pieces of one length; what is left of each is not used."""
+    """Return the documents' tokens in pieces of one length; the rest of each is not used."""
     ids = [ds.document(int(doc)).index["token_id"].astype(np.int64) for doc in docs]
     starts = [(d, at) for d in ids for at in range(0, len(d) - length + 1, length)]
     return [torch.from_numpy(d[at : at + length].copy()) for d, at in starts]
@@ -41,7 +41,7 @@ def loss(model: torch.nn.Module, texts: list[torch.Tensor]) -> float:
 
 
 def train(model: torch.nn.Module, texts: list[torch.Tensor], args: argparse.Namespace) -> None:
-    """AdamW over the adapter, on contexts drawn at random; the rate falls to nothing at the end."""
+    """Train the adapter with AdamW on random contexts; the learning rate falls to zero."""
     rng = np.random.default_rng(args.seed)
     weights = [p for p in model.parameters() if p.requires_grad]
     adam = torch.optim.AdamW(weights, lr=args.rate, weight_decay=0.0)

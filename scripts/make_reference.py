@@ -1,4 +1,4 @@
-"""Writes the site's reference pages from the code: `python scripts/make_reference.py DEST`.
+"""Write the site's reference pages from the code: `python scripts/make_reference.py DEST`.
 
 cli.md       every verb and flag, from the parser itself
 options.md   every option of recipe, runtime and engine, with its kind and bounds
@@ -28,7 +28,7 @@ from spile.core.options import Options
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src" / "spile"
 
-# Beside what `spile` itself gives: what that returns.
+# Classes that the functions of `spile` return, documented besides the public names.
 _ALSO = (
     "spile.dataset.read.dataset.Document",
     "spile.dataset.read.batches.Batches",
@@ -38,7 +38,7 @@ _ALSO = (
     "spile.interop.export.Exported",
     "spile.dataset.read.latents.TopRows",
 )
-_MADE = ("spile.Dataset", "spile.dataset.read.batches.Batches")  # by `open` and `batches` alone
+_MADE = ("spile.Dataset", "spile.dataset.read.batches.Batches")  # only `open`, `batches` make them
 _SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):")
 _ENTRY = re.compile(r"(\*{0,2}[\w.]+)(?: \([^)]*\))?: (.*)")
 
@@ -50,7 +50,7 @@ def cli_page() -> str:
 
 
 def _verb(parser: argparse.ArgumentParser, name: str) -> Iterator[str]:
-    """A command's page, and then those under it."""
+    """Yield a command's page, then those of its subcommands."""
     if name != "spile":
         yield from (f"{'#' * min(4, name.count(' ') + 1)} `{name}`", "")
     yield from _prose(parser.description)
@@ -85,8 +85,9 @@ def options_page() -> str:
     lines = [
         "# Options",
         "",
-        "As flags of `spile extract` and `spile plan`, as keys of a TOML file (`--config`), and as "
-        "fields of the Python classes; those two without the dashes before, and with `_` for `-`.",
+        "Use these as flags of `spile extract` and `spile plan`, as keys of a TOML file "
+        "(`--config`), or as fields of the Python classes; as keys and fields they have no leading "
+        "dashes, and `_` instead of `-`.",
         "",
     ]
     for options in (Recipe, Runtime, RayOptions):
@@ -134,7 +135,7 @@ def _is_error(value: Any) -> bool:
 
 
 def modules_page() -> str:
-    """Every module under its folder, in the order of docs/architecture.md."""
+    """Return a page of every module by folder, in the order of docs/architecture.md."""
     where = (
         "Folders in the order in which data flows, as in [the architecture](../architecture.md)."
     )
@@ -153,7 +154,7 @@ def modules_page() -> str:
 
 
 def folders(page: str) -> dict[str, str]:
-    """The folders of `src/spile` in a page's table, and what it says of each."""
+    """Return the folders of `src/spile` in a page's table, with their descriptions."""
     return dict(re.findall(r"^\| `(\w+)/` \| (.*) \|$", page, re.MULTILINE))
 
 
@@ -217,7 +218,7 @@ def _annotation(value: Any) -> str:
 
 
 def _docstring(text: str | None) -> Iterator[str]:
-    """Prose, and lists for what Google's style calls sections."""
+    """Yield prose, and lists for the sections of Google's style."""
     inside = False
     for line in (text or "").splitlines():
         section, entry = _SECTION.fullmatch(line.strip()), _ENTRY.fullmatch(line.strip())
@@ -232,7 +233,7 @@ def _docstring(text: str | None) -> Iterator[str]:
 
 
 def _prose(text: str | None, language: str = "") -> Iterator[str]:
-    """One line is a sentence; what has lines of its own keeps them."""
+    """Yield one line as a sentence, several lines as a code block."""
     lines = (text or "").strip("\n").splitlines()
     if len(lines) == 1:
         sentence = lines[0][:1].upper() + lines[0][1:].removesuffix(".")
@@ -246,7 +247,7 @@ def _cell(text: str | None) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Outside of backticks nothing is markup."""
+    """Escape markup outside of backticks."""
     parts = re.split(r"(`[^`]*`)", text)
     return "".join(p if p.startswith("`") else re.sub(r"([*<\[\]_])", r"\\\1", p) for p in parts)
 

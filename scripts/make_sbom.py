@@ -2,8 +2,8 @@
 
     python scripts/make_sbom.py dist docker/requirements-*.txt
 
-It is made of what the locks say: versions, the SHA-256 of every file that may be installed, and
-which package needs which. The same wheel and lock give the same bytes.
+It contains what the locks say: versions, the SHA-256 of every file that may be installed, and the
+packages' dependencies. The same wheel and lock give the same bytes.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ class Package:
 
 
 def read_lock(text: str) -> list[Package]:
-    """The packages of a file that `uv pip compile --generate-hashes` wrote."""
+    """Return the packages of a file that `uv pip compile --generate-hashes` wrote."""
     packages: list[Package] = []
     for line in text.splitlines():
         if pin := _PIN.match(line):
@@ -52,14 +52,14 @@ def read_lock(text: str) -> list[Package]:
 
 
 def bill(wheel: Path, lock: Path) -> dict[str, Any]:
-    """The bill of a wheel and what it runs with."""
+    """Return the bill of a wheel and its dependencies."""
     packages = read_lock(lock.read_text())
     name, version = wheel.name.split("-")[:2]
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     serial = uuid.uuid5(uuid.NAMESPACE_URL, f"{digest} {lock.read_text()}")
     purls = {package.name: package.purl for package in packages}
     root = f"pkg:pypi/{name}@{version}"
-    # Of a lock of what builds the wheel, nothing says so: what no other needs, the wheel does.
+    # The lock of build tools does not say what the wheel needs: take packages that no other needs.
     needs: dict[str, list[str]] = {root: [], **{purl: [] for purl in purls.values()}}
     for package in packages:
         for other in package.needed_by or [_ROOT]:
