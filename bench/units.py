@@ -43,8 +43,9 @@ from spile.dataset.records import format as fmt
 from spile.dataset.records.columns import encode_columns
 from spile.dataset.records.format import CURRENT, Done, Shard, TapInfo
 from spile.dataset.records.heartbeat import Presence
-from spile.dataset.records.ledger import Attempt, Ledger, Table, read_statistics
-from spile.dataset.records.segments import columns_of
+from spile.dataset.records.ledger import Attempt, Ledger
+from spile.dataset.records.segments import columns_of, read_statistics
+from spile.dataset.records.table import Table
 from spile.dataset.records.unit_table import UnitColumns
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import LocalObjects, LocalStream

@@ -239,9 +239,9 @@ def _begun(begun: Path, at: Path, work: Work) -> None:
 def _with_taps(at: Path, units: Sequence[Sequence[int]], *, drop: bool) -> None:
     """A dataset to which taps were added; `drop`: and dropped."""
     made = stored.copied(at, units, taps=_TAPS, shard_bytes=400)
-    ledger, _ = stored.add_pass(made, {"z.0": 4})
+    added, _ = stored.add_pass(made, {"z.0": 4})
     if drop:
-        ledger.drop()
+        added.drop()
 
 
 def _whole(whole: Path, at: Path, make: Callable[[Path], object]) -> None:

@@ -132,9 +132,9 @@ def content(out: Path | str) -> dict[str, bytes]:
         found |= {name: np.asarray(value).tobytes() for name, value in statistics.items()}
     logical = ("unit", "rows", "tokens", "documents", "contexts", "skipped", "text_digest")
     ledger = Ledger(open_objects(str(out)))
-    manifest = ledger.read_manifest()
+    manifest = ledger.derived.read_manifest(ledger.layout)
     assert manifest
-    for done in ledger.catalog(ledger.table(), manifest):
+    for done in ledger.derived.catalog(ledger.table(), manifest):
         told = [getattr(done, name) for name in logical] + [done.documents_table.digest]
         found[f"unit {done.unit}"] = json.dumps(told).encode()
     return found

@@ -13,6 +13,7 @@ import pytest
 
 import spile
 from chaos.harness import files, run
+from spile.dataset.records import format as fmt
 from spile.dataset.records.ledger import Ledger
 from spile.objects import open_objects
 from support import hub_server, servers, tiny
@@ -139,7 +140,7 @@ def test_a_launch_on_this_machine(
         120,
         lambda: run("launch", "logs", *status[2:]).out,
     )
-    assert Ledger(open_objects(f"{bucket}/fresh2")).read_manifest()
+    assert Ledger(open_objects(f"{bucket}/fresh2")).derived.read_manifest(fmt.CURRENT)
     assert spile.open(f"{bucket}/fresh2").num_documents == 140
 
 

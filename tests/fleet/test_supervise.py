@@ -113,8 +113,8 @@ def test_a_unit_done_begins_the_count_anew(start: Start, tmp_path: Path) -> None
 
 def test_a_unit_of_taps_that_are_added_counts_as_any(start: Start, tmp_path: Path) -> None:
     made = stored.build(tmp_path / "out")
-    ledger, rows = stored.add_pass(made, {"z.0": 4}, commit=())
-    held = f"Presence(open_objects({ledger.objects.url!r}), 30)"
+    added, rows = stored.add_pass(made, {"z.0": 4}, commit=())
+    held = f"Presence(open_objects({added.objects.url!r}), 30)"
     lines = [
         "from spile.objects import open_objects",
         "from spile.dataset.records.heartbeat import Presence",
@@ -122,11 +122,11 @@ def test_a_unit_of_taps_that_are_added_counts_as_any(start: Start, tmp_path: Pat
         "presence.tell(state='running')",
         "presence.hold(nth)",  # the units before it were done by others
     ]
-    done = stored.write_added(made, ledger, 2, rows)
+    done = stored.write_added(made, added, 2, rows)
     record = fmt.encode_record("done", done.to_json())
     lines += [
-        f"if nth == 2: open_objects({ledger.objects.url!r}).create("
-        f"{ledger.layout.done_key(2)!r}, {record!r})",
+        f"if nth == 2: open_objects({added.objects.url!r}).create("
+        f"{added.ledger.layout.done_key(2)!r}, {record!r})",
         "os._exit(0 if nth == 4 else 3)",
     ]
     code = "\n".join(lines).replace("{", "{{").replace("}", "}}")

@@ -12,7 +12,8 @@ import pytest
 
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError, DriftError, SpileError, StoreError
-from spile.dataset.records.ledger import Ledger, Table
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.table import Table
 from spile.objects import MemoryObjects
 from spile.plan.job import ExtractionJob
 from spile.plan.resolve import resolve, store_table

@@ -82,8 +82,8 @@ def test_what_cannot_be_added_is_refused_in_one_line(
 
 def test_a_tap_of_another_pass_is_refused_with_what_to_do(one: str) -> None:
     ledger = opened_for(spile.Recipe(add_taps="z:0"), Ledger(open_objects(one)))[1]
-    assert ledger.planned
-    ledger.create_table(ledger.planned)
+    assert ledger.of_pass and ledger.of_pass.planned
+    ledger.create_table(ledger.of_pass.planned)
     refused = r"has z.0 \(with --store-dtype float32\); leave.*spile drop"
     with pytest.raises(ConfigError, match=refused):
         opened_for(spile.Recipe(add_taps="z:0", store_dtype="int8"), Ledger(open_objects(one)))

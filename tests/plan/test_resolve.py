@@ -16,6 +16,7 @@ from spile.core.errors import ConfigError, InputError
 from spile.core.index import BOS, SPECIAL
 from spile.core.recipe import RULES
 from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.table import read_tokenizer
 from spile.objects import MemoryObjects, open_objects
 from spile.plan.job import ExtractionJob, prepare_unit
 from spile.plan.resolve import resolve, store_table
@@ -95,7 +96,7 @@ def test_the_tokenizers_files_are_stored_with_the_table(model: Path, corpus: Pat
     job = store_table(resolve(asked(model, corpus), ledger, "cpu"), ledger)
     names = ("tokenizer.json", "tokenizer_config.json")
     wanted = {name: (model / name).read_bytes() for name in names}
-    assert ledger.read_tokenizer(job.table) == wanted
+    assert read_tokenizer(ledger.objects, job.table) == wanted
     assert store_table(resolve(Recipe(), ledger, "cpu"), ledger).table == job.table
 
 

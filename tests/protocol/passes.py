@@ -20,11 +20,11 @@ NOTHING, FILES, DONE, WHOLE = range(4)  # whole: a manifest, too
 # Where a worker stands.
 NAME = "name"  # opened_for, _pass_of: the first number that is not dropped (or it does not run)
 PRESENT = "present"  # _refuse_present: does another pass have a tap of ours?
-CREATE = "create"  # PassLedger.create_table: the record
+CREATE = "create"  # Pass.create_table: the record
 OTHERS = "others"  # once it is there, does another pass have a tap of ours?
-GIVE_WAY = "give way"  # PassLedger.drop, of what it has created itself
+GIVE_WAY = "give way"  # Pass.drop, of what it has created itself
 WRITE = "write"  # UnitWriter
-DROPPED = "dropped?"  # PassLedger.commit
+DROPPED = "dropped?"  # Pass.refuse
 COMMIT = "commit"  # Ledger.commit
 MANIFEST = "manifest"  # Ledger.complete
 EXITED = "exit 0"
@@ -34,10 +34,10 @@ FUNCTIONS = (
     "spile.plan.passes:opened_for",
     "spile.plan.passes:_pass_of",
     "spile.plan.passes:_refuse_present",
-    "spile.dataset.records.passes:PassLedger.create_table",
-    "spile.dataset.records.passes:PassLedger.commit",
-    "spile.dataset.records.passes:PassLedger.drop",
-    "spile.dataset.records.passes:PassLedger.finished",
+    "spile.dataset.records.passes:Pass.create_table",
+    "spile.dataset.records.passes:Pass.refuse",
+    "spile.dataset.records.passes:Pass.drop",
+    "spile.dataset.records.passes:Pass.finished",
     "spile.dataset.records.passes:live_passes",
     "spile.dataset.records.passes:drop_taps",
     "spile.dataset.records.ledger:Ledger.complete",
@@ -69,7 +69,7 @@ class Pass(NamedTuple):
 
     @property
     def read(self) -> bool:
-        """PassLedger.finished"""
+        """Pass.finished"""
         return self.live and self.unit == WHOLE
 
 

@@ -92,9 +92,9 @@ def use(objects: MemoryObjects) -> None:
             assert file.key.count("/") == 4
             assert 0 <= file.first <= file.first + file.count < 1 << 57
     with only_our_errors():
-        manifest = ledger.read_manifest()
+        manifest = ledger.derived.read_manifest(ledger.layout)
         if manifest:
-            for done in ledger.catalog(ledger.table(), manifest):
+            for done in ledger.derived.catalog(ledger.table(), manifest):
                 assert done.rows < 1 << 56
     with only_our_errors():
         ledger.check_weights({"embed": "aa", "blocks": "bb"})
@@ -315,10 +315,10 @@ def test_a_manifest_of_a_million_rows_with_none_stored_costs_nothing(dataset: St
     tracemalloc.start()
     try:
         ledger = Ledger(objects)
-        manifest = ledger.read_manifest()
+        manifest = ledger.derived.read_manifest(ledger.layout)
         assert manifest is not None
         with pytest.raises(CorruptError, match="do not add up to its rows"):
-            list(ledger.catalog(ledger.table(), manifest))
+            list(ledger.derived.catalog(ledger.table(), manifest))
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()

@@ -125,17 +125,17 @@ def test_taps_that_are_added_are_shown_when_they_are_complete(
     with closing(answers(made)) as page:
         page.start()
         shown(page, rows_of)
-        ledger, rows = stored.add_pass(made, {"z.0": 4}, commit=(0, 1))
+        added, rows = stored.add_pass(made, {"z.0": 4}, commit=(0, 1))
         until(lambda: [each["units_done"] for each in page.routes["run"]({})["passes"]] == [2])
         assert page.routes["dataset"]({})["rows"] == len(made.index)
         shown(page, rows_of)
         for unit in (2, 3, 4):
-            assert ledger.commit(stored.write_added(made, ledger, unit, rows))
-        assert ledger.complete(ledger.table())
+            assert added.ledger.commit(stored.write_added(made, added, unit, rows))
+        assert added.ledger.complete(added.ledger.table())
         shown(page, {**rows_of, "z.0": len(made.index)})
         (channel, *_) = page.routes["channels"]({"tap": "z.0"})["channels"]
         assert channel["largest"] == np.abs(rows["z.0"]).max()
-        ledger.drop()
+        added.drop()
         shown(page, rows_of)
 
 

@@ -33,7 +33,8 @@ from spile.dataset.records import format as fmt
 from spile.dataset.records import heartbeat
 from spile.dataset.records.format import CURRENT, Done, Shard, TapInfo
 from spile.dataset.records.heartbeat import Presence
-from spile.dataset.records.ledger import Attempt, Ledger, Table
+from spile.dataset.records.ledger import Attempt, Ledger
+from spile.dataset.records.table import Table
 from spile.dataset.records.unit_table import UnitColumns
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects.bucket import BucketObjects
@@ -340,12 +341,12 @@ class _Simulation:
         def read() -> None:
             ledger = Ledger(self._open())
             table = ledger.table()
-            manifest = ledger.read_manifest()
+            manifest = ledger.derived.read_manifest(ledger.layout)
             if manifest is None or manifest.totals.units != units:
                 raise FleetError("there is no manifest of all units")
             if manifest.totals.rows != units * ROWS:
                 raise FleetError(f"the manifest counts {manifest.totals.rows} rows")
-            for unit, listed in enumerate(ledger.catalog(table, manifest)):
+            for unit, listed in enumerate(ledger.derived.catalog(table, manifest)):
                 data, _ = self._bucket.objects[CURRENT.done_key(unit)]
                 if f'"{listed.attempt}"'.encode() not in data or listed.unit != unit:
                     raise FleetError(f"the manifest names another attempt of unit {unit}")

@@ -40,11 +40,11 @@ def test_one_unit_or_tap_alone(unfinished: stored.Stored) -> None:
 
 def test_the_files_of_added_taps_are_listed_by_their_place(unfinished: stored.Stored) -> None:
     own = [*list_files(unfinished.objects)]
-    ledger, _ = stored.add_pass(unfinished, {"z.0": 4}, commit=(0,))
+    place, _ = stored.add_pass(unfinished, {"z.0": 4}, commit=(0,))
     added = [file for file in list_files(unfinished.objects) if file not in own]
     assert {file.unit for file in added} == {0}
     assert {file.tap for file in added} == {"z.0", "index", "statistics", "documents"}
-    assert all(file.key.startswith(f"passes/{ledger.name}/") for file in added)
+    assert all(file.key.startswith(f"passes/{place.name}/") for file in added)
     assert all(unfinished.objects.size(file.key) == file.bytes for file in added)
     told = json.loads("".join(json_pieces(list_files(unfinished.objects))))
     assert (told["units"], told["files"]) == (2, len(own) + len(added)) and "z.0" in told["taps"]
@@ -53,7 +53,7 @@ def test_the_files_of_added_taps_are_listed_by_their_place(unfinished: stored.St
     assert {file.tap for file in list_files(unfinished.objects, unit=2)} == {
         "index", "statistics", "documents",
     }  # fmt: skip
-    ledger.drop()
+    added.drop()
     assert [*list_files(unfinished.objects)] == own
 
 

@@ -144,10 +144,10 @@ def test_taps_that_are_added_have_their_own_progress_and_workers(tmp_path: Path)
     assert lines[at].endswith(", running") and name in lines[at + 2]
     assert status.to_json()["passes"][0]["units"] == 3
     for unit in (0, 1):
-        assert part.commit(stored.write_added(made, part, unit, rows))
+        assert part.ledger.commit(stored.write_added(made, part, unit, rows))
     waiting = {each.name: each.state for each in read_status(made.objects).passes}
     assert waiting[part.name] == "unfinished", "readers show it once it has a manifest"
-    assert part.complete(part.table())
+    assert part.ledger.complete(part.ledger.table())
     assert read_status(made.objects).over
     part.drop()
     assert [each.name for each in read_status(made.objects).passes] == [whole.name]

@@ -35,9 +35,10 @@ from spile.dataset.records import format as fmt
 from spile.dataset.records.columns import columns_in, encode_columns, named_by_content
 from spile.dataset.records.format import Done, Shard, TapInfo
 from spile.dataset.records.generations import Generation
-from spile.dataset.records.ledger import Ledger, Table
-from spile.dataset.records.passes import PassLedger, pass_name
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.passes import Pass, pass_name
 from spile.dataset.records.segments import columns_of
+from spile.dataset.records.table import Table
 from spile.dataset.records.unit_table import UnitColumns
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import LocalObjects, Objects, open_objects
@@ -441,9 +442,9 @@ class CountedObjects(LocalObjects):
         return super().get(key)
 
 
-def record_keys(made: Stored, *passes: PassLedger) -> list[str]:
+def record_keys(made: Stored, *passes: Pass) -> list[str]:
     """The keys of all done records of a dataset and of its passes."""
-    places = ("", *(fmt.pass_prefix(each.name) for each in passes))
+    places = ("", *(each.prefix for each in passes))
     units = range(len(made.table.units))
     return [place + made.table.layout.done_key(unit) for place in places for unit in units]
 
@@ -586,8 +587,8 @@ def add_pass(
     seed: int = 1,
     number: int = 0,
     **changes: Any,
-) -> tuple[PassLedger, dict[str, np.ndarray]]:
-    """Add taps of random rows to a dataset; return the records of the pass, and its rows as read.
+) -> tuple[Pass, dict[str, np.ndarray]]:
+    """Add taps of random rows to a dataset; return the pass, and its rows as read.
 
     `commit` names the units to do, all if not given; `changes` go into the recipe of the pass.
     """
@@ -599,7 +600,8 @@ def add_pass(
     table = dataclasses.replace(
         made.table, recipe=recipe, fingerprint=fingerprint, taps=like.taps, tokenizer={}
     )
-    ledger = PassLedger(made.ledger, pass_name(fingerprint, number), table)
+    added = Pass(made.ledger, pass_name(fingerprint, number), table)
+    ledger = added.ledger
     ledger.create_table(table)
     ledger.check_weights({"embed": "aa", "blocks": "bb"})
     rows, coded = dict[str, np.ndarray](), dict[str, Coded]()
@@ -614,15 +616,15 @@ def add_pass(
     if by_channel:
         ledger.create_scales(table, by_channel)
     for unit in range(len(table.units)) if commit is None else commit:
-        done = write_added(made, ledger, unit, rows, coded)
+        done = write_added(made, added, unit, rows, coded)
         assert ledger.commit(done)
     ledger.complete(table)
-    return ledger, rows
+    return added, rows
 
 
 def write_added(
     made: Stored,
-    ledger: PassLedger,
+    added: Pass,
     unit: int,
     rows: Mapping[str, np.ndarray],
     coded: Mapping[str, Coded] | None = None,
@@ -630,7 +632,7 @@ def write_added(
     """Write the files of a unit of a pass; return its record, which is not committed."""
     part = slice(made.starts[unit], made.starts[unit + 1])
     done, _ = write_unit(
-        ledger.objects, ledger.table(), unit, made.read[unit],
+        added.objects, added.ledger.table(), unit, made.read[unit],
         {tap: values[part] for tap, values in rows.items()}, 60,
         coded={tap: each.part(part) for tap, each in (coded or {}).items()},
     )  # fmt: skip

@@ -165,7 +165,7 @@ def check(out: str, *, samples: int = 4, recipe: Recipe | None = None) -> CheckR
         )
     references = dict[str, References]()
     found: list[CheckReport] = []
-    for each in (ledger, *live_passes(ledger)):
+    for each in (ledger, *(found.ledger for found in live_passes(ledger))):
         moved = recipe or Recipe()
         if not each.table().recipe.encode:  # an encoder belongs to taps, and these have none
             moved = replace(moved, encode=None)

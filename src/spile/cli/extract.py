@@ -19,7 +19,7 @@ from spile.core.errors import ConfigError, Interrupted
 from spile.core.humanize import compared, lasting, plural, size
 
 if TYPE_CHECKING:
-    from spile.dataset.records.ledger import Prediction
+    from spile.dataset.records.prediction import Prediction
     from spile.metrics import Counters
     from spile.run.extract import Outcome
     from spile.run.pipeline.pickers import Place

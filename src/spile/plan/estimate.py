@@ -18,7 +18,8 @@ from spile.core.index import INDEX_DTYPE
 from spile.core.tensors import DTYPES_BY_NAME, HEADER_ALIGN
 from spile.core.threads import mapped
 from spile.dataset.records.columns import Ints
-from spile.dataset.records.ledger import Ledger, Table
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.table import Table
 from spile.models.config.specs import axis_sizes
 from spile.models.layout import ONE_DEVICE, Cuts, Layout, fitting_layout, parse_layout
 from spile.models.splices import FUNCTION

@@ -30,7 +30,7 @@ from spile.corpus.formats.contract import CorpusFile
 from spile.corpus.programs.program import is_program
 from spile.corpus.units import CutSoFar
 from spile.dataset.records.generations import Generation
-from spile.dataset.records.ledger import Table
+from spile.dataset.records.table import Table
 from spile.dataset.records.unit_table import UnitColumns
 
 _log = logging.getLogger("spile.plan")

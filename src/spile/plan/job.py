@@ -22,7 +22,7 @@ from spile.corpus.reader import CorpusReader
 from spile.corpus.select import selection_of
 from spile.corpus.tokenize import TextTokenizer, tokenize
 from spile.dataset.codec.documents import encode_documents
-from spile.dataset.records.ledger import Table
+from spile.dataset.records.table import Table
 from spile.dataset.records.unit_table import UnitColumns
 from spile.models.files.checkpoint import Checkpoint
 from spile.models.files.sae import SparseEncoder

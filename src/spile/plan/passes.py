@@ -8,8 +8,9 @@ from spile.core.errors import ConfigError
 from spile.core.recipe import OF_A_PASS, ResolvedRecipe
 from spile.corpus.files import lasting
 from spile.dataset.records import format as fmt
-from spile.dataset.records.ledger import Ledger, Table
-from spile.dataset.records.passes import PassLedger, live_passes, pass_name, recipe_of_pass
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.passes import Pass, live_passes, pass_name, recipe_of_pass
+from spile.dataset.records.table import Table
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.sae import identity
 from spile.models.taps import parse_taps
@@ -68,9 +69,9 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
         taps=stored_taps(taps, encoders, checkpoint.arch, settled.seq_len, settled.store_dtype),
         tokenizer={},
     )
-    ledger = _pass_of(dataset, planned)
-    _refuse_present(dataset, table, planned, ledger.name)
-    return added, ledger
+    found = _pass_of(dataset, planned)
+    _refuse_present(dataset, table, planned, found.name)
+    return added, found.ledger
 
 
 def _finished(dataset: Ledger) -> Table:
@@ -86,7 +87,7 @@ def _finished(dataset: Ledger) -> Table:
             f"--add-taps: {dataset.url} was shuffled; add taps to the dataset that it was made "
             "from, and shuffle that"
         )
-    if dataset.read_manifest() is None:
+    if dataset.derived.read_manifest(table.layout) is None:
         raise ConfigError(
             f"--add-taps: {dataset.url} is not finished; run the same `spile extract` without "
             "--add-taps first"
@@ -94,12 +95,12 @@ def _finished(dataset: Ledger) -> Table:
     return table
 
 
-def _pass_of(dataset: Ledger, planned: Table) -> PassLedger:
+def _pass_of(dataset: Ledger, planned: Table) -> Pass:
     """Return the pass with this table's fingerprint; the next one if it was dropped."""
     for number in count():
-        ledger = PassLedger(dataset, pass_name(planned.fingerprint, number), planned)
-        if not ledger.is_dropped:
-            return ledger
+        found = Pass(dataset, pass_name(planned.fingerprint, number), planned)
+        if not found.is_dropped:
+            return found
     raise AssertionError
 
 
@@ -108,7 +109,7 @@ def _refuse_present(dataset: Ledger, table: Table, planned: Table, name: str) ->
     there = {tap: table.recipe for tap in table.taps}
     for other in live_passes(dataset):
         if other.name != name:
-            found = other.table()
+            found = other.ledger.table()
             there |= {tap: found.recipe for tap in found.taps}
     both = [tap for tap in planned.taps if tap in there]
     if not both:

@@ -41,7 +41,8 @@ from spile.corpus.units import (
 )
 from spile.dataset.records import format as fmt
 from spile.dataset.records.format import TapInfo
-from spile.dataset.records.ledger import Ledger, Table
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.table import Table, read_tokenizer
 from spile.dataset.records.unit_table import UnitColumns
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.sae import SparseEncoder, identity
@@ -84,7 +85,7 @@ def resolve(
 
     `cache` is the directory for corpora that are converted to Parquet first.
     """
-    stored = ledger.read_table() or ledger.planned
+    stored = ledger.read_table() or (ledger.of_pass.planned if ledger.of_pass else None)
     growing = growth_of(recipe, stored, ledger.url)
     other = None if stored or recipe.like is None else Ledger(open_objects(recipe.like))
     grown = other.table() if other else None
@@ -254,7 +255,7 @@ def _refuse_unlike(other: Ledger, made: Table, directory: AnyPath) -> None:
         )
         raise ConfigError(f"{asked}: the rows would differ: {told}")
     if like.recipe.model["tokenizer"] != made.recipe.model["tokenizer"]:
-        differs = _other_tokenizer(other.read_tokenizer(like), directory)
+        differs = _other_tokenizer(read_tokenizer(other.objects, like), directory)
         if differs:
             raise ConfigError(f"{asked}: {directory} has another tokenizer: {differs}")
     if like.units != made.units:

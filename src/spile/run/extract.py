@@ -29,8 +29,11 @@ from spile.dataset.codec.shard import read_tensors
 from spile.dataset.codec.statistics import TapStats
 from spile.dataset.records.columns import read_columns
 from spile.dataset.records.heartbeat import Presence
-from spile.dataset.records.ledger import Ledger, Manifest, Prediction, Table, read_prediction
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.manifest import Manifest
 from spile.dataset.records.passes import live_passes
+from spile.dataset.records.prediction import Prediction, read_prediction
+from spile.dataset.records.table import Table
 from spile.metrics import Counters, MetricsRun, Reporter, open_backends, parse_backends
 from spile.metrics.values import memory_counts
 from spile.models.forward.decoder import needs_whole_block
@@ -298,7 +301,7 @@ def _tell_passes_behind(ledger: Ledger, table: Table) -> None:
     """Say which taps, added to the dataset before it grew, lack the new documents."""
     for each in live_passes(ledger):
         if each.is_behind(table):
-            taps = ",".join(each.table().recipe.taps)
+            taps = ",".join(each.ledger.table().recipe.taps)
             _log.warning(
                 "%s lack the new documents, and until they have them the dataset reads as it was: "
                 "spile extract --out %s --add-taps %s", taps, ledger.url, taps,
@@ -307,7 +310,7 @@ def _tell_passes_behind(ledger: Ledger, table: Table) -> None:
 
 def outcome_of(ledger: Ledger, table: Table, cost: Estimate, runtime: Runtime) -> Outcome:
     """Summarize the dataset once there is nothing left to do."""
-    manifest = ledger.read_manifest(table.layout)
+    manifest = ledger.derived.read_manifest(table.layout)
     if manifest is not None:
         total = manifest.totals
     else:

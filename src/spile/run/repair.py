@@ -14,10 +14,12 @@ from typing import Any
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError
 from spile.dataset.maintain.compact import COMPACTED, recopy
-from spile.dataset.maintain.repair import PassRepairLedger, Repaired, RepairLedger
+from spile.dataset.maintain.repair import Repair, Repaired
 from spile.dataset.maintain.verify import Report
 from spile.dataset.records import format as fmt
 from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.passes import Pass
+from spile.dataset.records.table import read_tokenizer
 from spile.metrics import Counters
 from spile.models.files.checkpoint import model_directory
 from spile.objects import Objects
@@ -50,16 +52,16 @@ def repair(
     """
     given: dict[str, Any] = {"recipe": recipe, "runtime": runtime, "source": source}
     given |= {"counters": counters, "on_start": on_start, "stop": stop}
-    repaired = _repair(RepairLedger(report, objects), partial=partial, **given)
+    repaired = _repair(Repair(report, Ledger(objects)), partial=partial, **given)
     for name, found in report.passes.items():
         if not found.ok:
-            ledger = PassRepairLedger(found, Ledger(objects), name)
-            repaired.passes[name] = _repair(ledger, partial=partial, **given)
+            making = Repair(found, Pass(Ledger(objects), name).ledger)
+            repaired.passes[name] = _repair(making, partial=partial, **given)
     return repaired
 
 
 def _repair(
-    ledger: RepairLedger,
+    making: Repair,
     *,
     recipe: Recipe | None,
     runtime: Runtime | None,
@@ -69,13 +71,13 @@ def _repair(
     on_start: Callable[..., None] | None,
     stop: threading.Event | None,
 ) -> Repaired:
-    objects = ledger.objects
-    if ledger.tokenizer and not partial:
-        ledger.restore_tokenizer(*_tokenizer_elsewhere(ledger, recipe, source))
-    table, made_by = ledger.table_found, ledger.made_by()
-    needed = ledger.units or not {fmt.MODEL, fmt.SCALES}.isdisjoint(ledger.beside)
+    objects = making.objects
+    if making.tokenizer and not partial:
+        making.restore_tokenizer(*_tokenizer_elsewhere(making, recipe, source))
+    table, made_by = making.table, making.made_by()
+    needed = making.units or not {fmt.MODEL, fmt.SCALES}.isdisjoint(making.beside)
     if partial:
-        ledger.withdraw()
+        making.withdraw()
     elif needed and table.shuffled:
         raise ConfigError(
             f"{objects.url}: no single unit of a shuffled dataset can be made again, since its "
@@ -90,50 +92,49 @@ def _repair(
             )
         if made_by and COMPACTED not in made_by and source is not None:
             raise ConfigError(f"--from: {objects.url} was made by `spile extract`, not copied")
-        ledger.condemn()
+        making.condemn()
         try:
             if source is not None:
-                ledger.copy_beside(source)
-                recopy(source, ledger, ledger.units, compress=ledger.compressed())
+                making.copy_beside(source)
+                recopy(source, making.ledger, making.units, compress=making.compressed())
             else:
-                ledger.refuse_impossible()
+                making.refuse_impossible()
                 extract(
                     recipe or Recipe(),
                     objects.url,
-                    _as_it_was(runtime or Runtime(), ledger, made_by),
+                    _as_it_was(runtime or Runtime(), making, made_by),
                     counters=counters,
                     on_start=on_start,
                     stop=stop,
-                    options=RunOptions(ledger=ledger),
+                    options=RunOptions(ledger=making.ledger),
                 )
         finally:
-            ledger.pardon()
-    ledger.set_aside_beside()
+            making.pardon()
+    making.set_aside_beside()
     if not partial:
-        ledger.complete(table)
-    return ledger.repaired
+        making.ledger.complete(table)
+    return making.repaired
 
 
 def _tokenizer_elsewhere(
-    ledger: RepairLedger, recipe: Recipe | None, source: Objects | None
+    making: Repair, recipe: Recipe | None, source: Objects | None
 ) -> tuple[str, Mapping[str, bytes]]:
     """Return where the tokenizer is found, and its files: the model's, or those of `source`."""
     if source is not None:
-        held = Ledger(source)
-        return source.url, held.read_tokenizer(held.table())
+        return source.url, read_tokenizer(source, Ledger(source).table())
     given = recipe.model if recipe else None
-    directory = model_directory(given or ledger.table_found.recipe.model_source)
-    paths = {name: directory / name for name in ledger.tokenizer}
+    directory = model_directory(given or making.table.recipe.model_source)
+    paths = {name: directory / name for name in making.tokenizer}
     files = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
     return str(directory), files
 
 
-def _as_it_was(runtime: Runtime, ledger: RepairLedger, made_by: Mapping[str, Any]) -> Runtime:
+def _as_it_was(runtime: Runtime, making: Repair, made_by: Mapping[str, Any]) -> Runtime:
     """Choose the mesh and the batch of the first run, if the devices are the same.
 
     Steps of the same shape, mesh and kind of device give the same bits.
     """
-    runtime = replace(runtime, compress=ledger.compressed())
+    runtime = replace(runtime, compress=making.compressed())
     mesh, rows = str(made_by.get("mesh")), made_by.get("batch_rows")
     sizes = {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d{1,6})", mesh)}
     prepared_device()
@@ -147,5 +148,5 @@ def _as_it_was(runtime: Runtime, ledger: RepairLedger, made_by: Mapping[str, Any
         )
         return runtime
     groups = sizes.get("data", 1) * sizes.get("fsdp", 1)
-    tokens = int(rows or 0) // groups * ledger.table_found.recipe.seq_len
+    tokens = int(rows or 0) // groups * making.table.recipe.seq_len
     return replace(runtime, mesh=mesh if sizes else "auto", batch_tokens=max(1, tokens))

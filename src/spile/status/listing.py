@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from spile.core.errors import ConfigError
 from spile.dataset.records import format as fmt
 from spile.dataset.records.format import TapInfo
-from spile.dataset.records.ledger import Ledger, Table
-from spile.dataset.records.passes import PassLedger, live_passes, named
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.passes import live_passes, named
 from spile.dataset.records.segments import Catalog, TapFiles
+from spile.dataset.records.table import Table
 from spile.objects import Objects
 
 
@@ -95,7 +96,7 @@ def list_files(objects: Objects, unit: int | None = None, tap: str | None = None
     tables: dict[Ledger, Table] = {ledger: table}
     for each in live_passes(ledger):
         with named(each.name):
-            tables |= {each: found} if (found := each.table_over(table)) else {}
+            tables |= {each.ledger: found} if (found := each.table_over(table)) else {}
     taps = dict.fromkeys(name for each in tables.values() for name in each.taps)
     known = (*taps, *fmt.BESIDE_TAPS)
     if tap is not None and tap not in known:
@@ -110,16 +111,15 @@ def list_files(objects: Objects, unit: int | None = None, tap: str | None = None
 
 def _place(ledger: Ledger, table: Table, unit: int | None) -> _Place:
     """Return the units that are done, or the one that is asked for."""
-    prefix = fmt.pass_prefix(ledger.name) if isinstance(ledger, PassLedger) else ""
-    manifest = ledger.read_manifest()
+    manifest = ledger.derived.read_manifest(ledger.layout)
     if unit is not None:
         record = ledger.read_done(unit)
         units = Catalog.of(ledger.objects, table.layout, [record] if record else [])
     elif manifest is not None:
-        units = ledger.catalog(table, manifest)
+        units = ledger.derived.catalog(table, manifest)
     else:
         units = ledger.catalog_so_far(table)
-    return _Place(units, table.taps, prefix)
+    return _Place(units, table.taps, ledger.prefix)
 
 
 def json_pieces(files: Listing) -> Iterator[str]:

@@ -5,9 +5,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from spile.dataset.records.heartbeat import HeartbeatObserver, read_workers
-from spile.dataset.records.ledger import Ledger, Table, read_prediction
-from spile.dataset.records.passes import PassLedger, live_passes, named
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.passes import live_passes, named
+from spile.dataset.records.prediction import read_prediction
 from spile.dataset.records.segments import Totals
+from spile.dataset.records.table import Table
 from spile.objects import Objects
 from spile.status.workers import ALIVE, describe_workers, rate_of
 
@@ -99,14 +101,14 @@ def _passes(
         with named(each.name):
             table = each.table_over(base)
             if table is not None:  # (None: it was dropped just now, and removed)
-                yield PassStatus(name=each.name, **_progress(each, table, observer)[1])
+                yield PassStatus(name=each.name, **_progress(each.ledger, table, observer)[1])
 
 
 def _progress(
     ledger: Ledger, table: Table, observer: HeartbeatObserver | None
 ) -> tuple[Totals, dict[str, Any]]:
     """Return the totals of a dataset's own units, or of a pass's, and the fields of `Progress`."""
-    manifest = ledger.read_manifest()
+    manifest = ledger.derived.read_manifest(ledger.layout)
     done, guessed = Totals(), 0
     if manifest is not None:
         done = manifest.totals
@@ -117,7 +119,7 @@ def _progress(
     workers = describe_workers(read_workers(ledger.objects), observer)
     running = any(worker["state"] in ALIVE for worker in workers)
     complete = done.units == len(table.units)
-    if isinstance(ledger, PassLedger):
+    if ledger.of_pass:
         complete = manifest is not None  # before that, no reader shows its taps
     state = "complete" if done.rows else "empty"
     if not complete:

@@ -32,7 +32,7 @@ COUNTS = ("fingerprint", "rows", "tokens", "documents", "skipped")
 
 
 def manifest(objects: Objects) -> dict[str, Any]:
-    found = Ledger(objects).read_manifest()
+    found = Ledger(objects).derived.read_manifest(fmt.CURRENT)
     assert found
     return {"fingerprint": found.fingerprint, **vars(found.totals)}
 

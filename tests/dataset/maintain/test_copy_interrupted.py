@@ -13,6 +13,7 @@ from spile.dataset.maintain.shuffle import shuffle
 from spile.dataset.maintain.verify import verify
 from spile.dataset.records import format as fmt
 from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.table import read_tokenizer
 from spile.objects import LocalObjects, Objects
 from support import stored
 
@@ -116,7 +117,7 @@ def test_the_tokenizer_is_copied_before_anything_else_and_damage_is_not(
         shutil.rmtree(tmp_path / "dest" / fmt.DONE)
     copy(made.objects, dest)
     ledger = Ledger(dest)
-    assert ledger.read_tokenizer(ledger.table()) == stored.TOKENIZER
+    assert read_tokenizer(ledger.objects, ledger.table()) == stored.TOKENIZER
     assert verify(dest).ok
     stored.flip(made.path / made.table.tokenizer["tokenizer.json"].key, 1, 4)
     with pytest.raises(CorruptError, match=r"restores it from the model's tokenizer.json"):

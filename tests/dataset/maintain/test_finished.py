@@ -91,9 +91,9 @@ def test_each_record_is_read_once_and_few_are_held(
     verb: Callable[..., object], units: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = stored.copied(tmp_path / "out", ((5,),) * units)
-    ledger, _ = stored.add_pass(made, {"z.1": 4})
+    added, _ = stored.add_pass(made, {"z.1": 4})
     source, dest = stored.CountedObjects(made.path), MemoryObjects(f"memory://{tmp_path}")
-    once = dict.fromkeys(stored.record_keys(made, ledger), 1)
+    once = dict.fromkeys(stored.record_keys(made, added), 1)
     held = stored.HeldRecords(source.url, monkeypatch)
     for _ in range(2):  # the second time, everything is there already
         source.reads.clear()
@@ -141,20 +141,20 @@ def test_taps_of_two_recipes_must_be_chosen_from(made: stored.Stored, tmp_path: 
 
 def test_taps_that_lack_later_documents_are_not_left_out_silently(tmp_path: Path) -> None:
     made = stored.build(tmp_path / "out", grown=(3,))
-    ledger, _ = stored.add_pass(made, {"z.1": 4})
-    for key in (ledger.layout.manifest_key, ledger.layout.done_key(4)):
-        ledger.objects.delete(key)
+    added, _ = stored.add_pass(made, {"z.1": 4})
+    for key in (added.ledger.layout.manifest_key, added.ledger.layout.done_key(4)):
+        added.objects.delete(key)
     base = made.ledger.table().at(0)
-    assert ledger.complete(ledger.table_over(base) or base)
+    assert added.ledger.complete(added.table_over(base) or base)
     with pytest.raises(StoreError, match="z.1 lack the documents that were added later; .*z.1"):
         read_finished(made.objects)
 
 
 def test_damage_in_a_pass_is_named_and_not_copied(made: stored.Stored, tmp_path: Path) -> None:
-    ledger, _ = stored.add_pass(made, {"z.1": 4})
-    done = ledger.read_done(1)
+    added, _ = stored.add_pass(made, {"z.1": 4})
+    done = added.ledger.read_done(1)
     assert done
-    prefix, shard = fmt.pass_prefix(ledger.name), done.shards[0]
+    prefix, shard = fmt.pass_prefix(added.name), done.shards[0]
     stored.flip(made.path / prefix / shard.key, shard.bytes - 1)
     with pytest.raises(CorruptError, match=f"^{prefix}{shard.key}: "):
         compact(made.objects, LocalObjects(tmp_path / "dest"))

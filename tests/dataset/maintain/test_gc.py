@@ -10,6 +10,7 @@ from spile.dataset.maintain.gc import by_group, collect_garbage, discard_empty
 from spile.dataset.maintain.verify import verify
 from spile.dataset.records import format as fmt
 from spile.dataset.records.heartbeat import Presence
+from spile.dataset.records.table import read_tokenizer
 from support import stored
 
 TAPS = {"resid_post.0": 4, "mlp_out.1": 2}
@@ -188,7 +189,7 @@ def test_the_tokenizer_stays_and_that_of_a_table_that_came_second_goes(
         dataset.objects.create(key, b"another")
     assert verify(dataset.objects).orphans == sorted(left)
     assert collect_garbage(dataset.objects, abandoned=abandoned) == sorted(left)
-    assert dataset.ledger.read_tokenizer(dataset.ledger.table()) == stored.TOKENIZER
+    assert read_tokenizer(dataset.ledger.objects, dataset.ledger.table()) == stored.TOKENIZER
 
 
 def test_restarting_removes_the_tokenizer_too(tmp_path: Path) -> None:

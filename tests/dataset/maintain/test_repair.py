@@ -10,7 +10,7 @@ import pytest
 import spile
 from spile.core.errors import CorruptError, StoreError
 from spile.dataset.maintain.gc import collect_garbage
-from spile.dataset.maintain.repair import RepairLedger
+from spile.dataset.maintain.repair import Repair
 from spile.dataset.maintain.verify import Journal, verify
 from spile.dataset.records import format as fmt
 from spile.dataset.records.ledger import Attempt, Ledger
@@ -37,16 +37,16 @@ def damage(dataset: stored.Stored, unit: int = DAMAGED) -> None:
     flip(dataset.path / dataset.done(unit).shards[0].key)
 
 
-def begin(objects: Objects) -> RepairLedger:
-    ledger = RepairLedger(verify(objects), objects)
-    ledger.condemn()
-    return ledger
+def begin(objects: Objects) -> Repair:
+    repair = Repair(verify(objects), Ledger(objects))
+    repair.condemn()
+    return repair
 
 
-def made(dataset: stored.Stored, ledger: RepairLedger, unit: int = DAMAGED) -> bool:
+def made(dataset: stored.Stored, repair: Repair, unit: int = DAMAGED) -> bool:
     """Write the unit and commit it, as extraction does."""
     done = dataset.attempt(unit, shard_bytes=128, made_by={"spile": "repaired"})
-    return ledger.commit(done)
+    return repair.ledger.commit(done)
 
 
 def rows_of(path: Path) -> dict[str, np.ndarray]:
@@ -68,16 +68,16 @@ def check_whole(dataset: stored.Stored) -> None:
 def test_the_old_record_stands_until_the_new_one_is_there(dataset: stored.Stored) -> None:
     damage(dataset)
     old = dataset.objects.get(fmt.CURRENT.done_key(DAMAGED))
-    ledger = begin(dataset.objects)
-    assert ledger.units == [DAMAGED]
+    repair = begin(dataset.objects)
+    assert repair.units == [DAMAGED]
     done = dataset.attempt(DAMAGED, shard_bytes=128, made_by={"spile": "repaired"})
     assert dataset.objects.get(fmt.CURRENT.done_key(DAMAGED)) == old
     assert spile.open(str(dataset.path)).num_tokens == len(dataset.index)  # others are readable
-    assert ledger.complete(dataset.table) is False
-    assert ledger.commit(done)
-    assert ledger.units == [] and ledger.complete(dataset.table)
+    assert repair.ledger.complete(dataset.table) is False
+    assert repair.ledger.commit(done)
+    assert repair.units == [] and repair.ledger.complete(dataset.table)
     assert dataset.done(DAMAGED).made_by == {"spile": "repaired"}
-    assert ledger.repaired.units == ledger.repaired.identical == [DAMAGED]
+    assert repair.repaired.units == repair.repaired.identical == [DAMAGED]
     asides = [key for key in dataset.listed(fmt.DAMAGED) if "done" in key]
     assert {dataset.objects.get(aside) for aside in asides} == {old}
     check_whole(dataset)
@@ -86,8 +86,8 @@ def test_the_old_record_stands_until_the_new_one_is_there(dataset: stored.Stored
 def test_sound_units_are_left_alone(dataset: stored.Stored) -> None:
     kept = {unit: dataset.objects.get(fmt.CURRENT.done_key(unit)) for unit in (0, 2, 3)}
     damage(dataset)
-    ledger = begin(dataset.objects)
-    assert made(dataset, ledger) and ledger.complete(dataset.table)
+    repair = begin(dataset.objects)
+    assert made(dataset, repair) and repair.ledger.complete(dataset.table)
     assert {unit: dataset.objects.get(fmt.CURRENT.done_key(unit)) for unit in kept} == kept
 
 
@@ -118,9 +118,9 @@ def lose_record_and_manifest(dataset: stored.Stored) -> None:
 )
 def test_whatever_was_lost_the_unit_is_made_again(dataset: stored.Stored, harm: Any) -> None:
     harm(dataset)
-    ledger = begin(dataset.objects)
-    assert ledger.units == [DAMAGED]
-    assert made(dataset, ledger) and ledger.complete(dataset.table)
+    repair = begin(dataset.objects)
+    assert repair.units == [DAMAGED]
+    assert made(dataset, repair) and repair.ledger.complete(dataset.table)
     check_whole(dataset)
 
 
@@ -129,7 +129,7 @@ def test_an_interrupted_commit_is_repeated(
     dataset: stored.Stored, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     damage(dataset)
-    old, ledger = dataset.done(DAMAGED), begin(dataset.objects)
+    old, repair = dataset.done(DAMAGED), begin(dataset.objects)
     done_key, create, move = fmt.CURRENT.done_key(DAMAGED), LocalObjects.create, LocalObjects.move
 
     def interrupted(self: LocalObjects, key: str, data: Any) -> Any:
@@ -140,7 +140,7 @@ def test_an_interrupted_commit_is_repeated(
     before = moment.startswith("before it is moved")
     monkeypatch.setattr(LocalObjects, "move" if before else "create", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        made(dataset, ledger)
+        made(dataset, repair)
     monkeypatch.undo()
     assert (DAMAGED in dataset.ledger.done_units()) == before
     old_files = [f.key for f in old.files()]
@@ -148,19 +148,19 @@ def test_an_interrupted_commit_is_repeated(
     assert set(old_files) <= set(dataset.listed())
     known = spile.open(str(dataset.path), partial=True)  # a unit is missing, never half
     assert known.num_tokens == len(dataset.index) - (0 if before else old.rows)
-    ledger = begin(dataset.objects)
-    assert ledger.units == [DAMAGED]
-    assert made(dataset, ledger) and ledger.complete(dataset.table)
+    repair = begin(dataset.objects)
+    assert repair.units == [DAMAGED]
+    assert made(dataset, repair) and repair.ledger.complete(dataset.table)
     check_whole(dataset)
 
 
 def test_what_is_made_must_be_that_unit(dataset: stored.Stored, tmp_path: Path) -> None:
     damage(dataset)
     old = dataset.objects.get(fmt.CURRENT.done_key(DAMAGED))
-    ledger = begin(dataset.objects)
+    repair = begin(dataset.objects)
     other = dataclasses.replace(dataset, read=[part[::-1].copy() for part in dataset.read])
     with pytest.raises(StoreError, match="unit 1, made again, is not the same .index"):
-        made(other, ledger)
+        made(other, repair)
     assert dataset.objects.get(fmt.CURRENT.done_key(DAMAGED)) == old
     (dataset.path / fmt.CURRENT.done_key(DAMAGED)).unlink()  # then the manifest says what it was
     with pytest.raises(StoreError, match="unit 1, made again, is not the same .index"):
@@ -188,7 +188,7 @@ def test_of_two_repairs_the_first_to_commit_wins(dataset: stored.Stored) -> None
     record = dataset.objects.get(fmt.CURRENT.done_key(DAMAGED))
     assert made(dataset, second) is False
     assert dataset.objects.get(fmt.CURRENT.done_key(DAMAGED)) == record
-    assert first.complete(dataset.table) and second.complete(dataset.table)
+    assert first.ledger.complete(dataset.table) and second.ledger.complete(dataset.table)
     check_whole(dataset)
 
 
@@ -210,7 +210,7 @@ def test_a_record_that_came_in_the_moment_between_is_put_back(
     assert dataset.done(DAMAGED).attempt in {
         parsed[1] for key in dataset.listed(fmt.ATTEMPTS) if (parsed := fmt.parse_attempt_key(key))
     }
-    assert second.complete(dataset.table)
+    assert second.ledger.complete(dataset.table)
     check_whole(dataset)
 
 
@@ -218,10 +218,10 @@ def test_a_reader_and_gc_beside_it_do_no_harm(dataset: stored.Stored) -> None:
     damage(dataset)
     reader = spile.open(str(dataset.path), verify=True)
     first, last = dataset.starts[DAMAGED], dataset.starts[DAMAGED + 1]
-    ledger = begin(dataset.objects)
+    repair = begin(dataset.objects)
     done = dataset.attempt(DAMAGED, shard_bytes=128)
     assert collect_garbage(dataset.objects) == []  # neither the old files nor the new
-    assert ledger.commit(done) and ledger.complete(dataset.table)
+    assert repair.ledger.commit(done) and repair.ledger.complete(dataset.table)
     assert np.array_equal(reader.read("mlp_out.1", 0, first), dataset.rows["mlp_out.1"][:first])
     with pytest.raises(CorruptError):
         reader.read("resid_post.0", first, last)
@@ -236,7 +236,7 @@ def test_a_repair_that_commits_while_gc_looks_keeps_its_files(
     dataset: stored.Stored, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     damage(dataset)
-    ledger = begin(dataset.objects)
+    repair = begin(dataset.objects)
     done = dataset.attempt(DAMAGED, shard_bytes=128)
     listing, get = LocalObjects.list, LocalObjects.get
     committed: list[bool] = []
@@ -244,7 +244,7 @@ def test_a_repair_that_commits_while_gc_looks_keeps_its_files(
     def commit() -> None:
         if not committed:
             committed.append(True)
-            assert ledger.commit(done)
+            assert repair.ledger.commit(done)
 
     def listed(self: LocalObjects, prefix: str = "") -> Any:
         found = list(listing(self, prefix))
@@ -263,17 +263,17 @@ def test_a_repair_that_commits_while_gc_looks_keeps_its_files(
     monkeypatch.setattr(LocalObjects, "get", read)
     collect_garbage(gc.objects)
     monkeypatch.undo()
-    assert committed and not ledger.missing_files(dataset.done(DAMAGED))
-    assert ledger.complete(dataset.table)
+    assert committed and not repair.ledger.missing_files(dataset.done(DAMAGED))
+    assert repair.ledger.complete(dataset.table)
     check_whole(dataset)
 
 
 def test_a_repair_that_is_given_up_leaves_what_was_there(dataset: stored.Stored) -> None:
     damage(dataset)
     before = dataset.listed()
-    ledger = begin(dataset.objects)
+    repair = begin(dataset.objects)
     dataset.attempt(DAMAGED)
-    ledger.pardon()
+    repair.pardon()
     collect_garbage(dataset.objects)
     assert dataset.listed() == before
 
@@ -301,9 +301,9 @@ def test_a_manifest_that_does_not_follow_is_made_again(dataset: stored.Stored, h
     else:
         body = fmt.decode_record(fmt.MANIFEST, whole, "manifest")
         path.write_bytes(fmt.encode_record("manifest", {**body, "rows": 7}))
-    ledger = begin(dataset.objects)
-    assert ledger.units == [] and ledger.complete(dataset.table)
-    assert ledger.repaired.records == [fmt.MANIFEST]
+    repair = begin(dataset.objects)
+    assert repair.units == [] and repair.ledger.complete(dataset.table)
+    assert repair.repaired.records == [fmt.MANIFEST]
     assert path.read_bytes() == whole
     check_whole(dataset)
 
@@ -312,19 +312,19 @@ def test_a_manifest_is_compared_with_one_record_after_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = stored.copied(tmp_path / "out", ((3,),) * 40)
-    ledger = begin(dataset.objects)
+    repair = begin(dataset.objects)
     held = stored.HeldRecords(dataset.objects.url, monkeypatch)
-    assert ledger.complete(dataset.table) and ledger.repaired.records == []
+    assert repair.ledger.complete(dataset.table) and repair.repaired.records == []
     assert 0 < held.most <= 20
 
 
 def test_the_weights_hashes_are_those_that_are_loaded(dataset: stored.Stored) -> None:
     whole = dataset.objects.get(fmt.MODEL)
     flip(dataset.path / fmt.MODEL, 30)
-    ledger = begin(dataset.objects)
-    assert ledger.complete(dataset.table) is False  # the model must be loaded
-    ledger.check_weights({"embed": "aa", "blocks": "bb"})
-    assert ledger.complete(dataset.table)
+    repair = begin(dataset.objects)
+    assert repair.ledger.complete(dataset.table) is False  # the model must be loaded
+    repair.ledger.check_weights({"embed": "aa", "blocks": "bb"})
+    assert repair.ledger.complete(dataset.table)
     assert dataset.objects.get(fmt.MODEL) == whole
     check_whole(dataset)
 
@@ -340,9 +340,9 @@ def test_what_no_row_depends_on_is_set_aside(dataset: stored.Stored) -> None:
     dataset.objects.create(fmt.CHECK, b"no record")
     dataset.objects.create(fmt.PREDICTION, b"no record")
     dataset.objects.create(fmt.CURRENT.worker_key("me", 0), b"no record")
-    ledger = begin(dataset.objects)
-    ledger.set_aside_beside()
-    assert ledger.complete(dataset.table)
+    repair = begin(dataset.objects)
+    repair.set_aside_beside()
+    assert repair.ledger.complete(dataset.table)
     report = verify(dataset.objects)
     assert report.ok and sorted(key.split("/")[-1] for key in report.orphans) == [
         fmt.CHECK, fmt.PREDICTION,
@@ -351,8 +351,8 @@ def test_what_no_row_depends_on_is_set_aside(dataset: stored.Stored) -> None:
 
 def test_records_set_aside_leave_the_unit_to_the_next_extraction(dataset: stored.Stored) -> None:
     damage(dataset)
-    ledger = begin(dataset.objects)
-    ledger.withdraw()
+    repair = begin(dataset.objects)
+    repair.withdraw()
     assert dataset.ledger.done_units() == {0, 2, 3}
     assert collect_garbage(dataset.objects) == []  # all of it is there until it is made again
     assert dataset.ledger.commit(dataset.attempt(DAMAGED))
@@ -371,11 +371,11 @@ def test_a_record_that_can_be_read_after_all_is_kept(
         return get(self, key)
 
     monkeypatch.setattr(LocalObjects, "get", failing)
-    ledger = begin(dataset.objects)
-    assert ledger.units == [DAMAGED]
+    repair = begin(dataset.objects)
+    assert repair.units == [DAMAGED]
     monkeypatch.undo()
     with pytest.raises(StoreError, match="could not be read before, and can be now"):
-        made(dataset, ledger)
+        made(dataset, repair)
     assert dataset.ledger.done_units() == {0, 1, 2, 3}
 
 
@@ -388,16 +388,16 @@ def test_a_store_without_renaming_is_repaired_too(dataset: stored.Stored, store:
     objects: Any = open_objects(made_at[store]()) if store in made_at else MemoryObjects()
     for key in dataset.listed():
         objects.create(key, dataset.objects.get(key))
-    ledger = begin(objects)
+    repair = begin(objects)
     rows = slice(dataset.starts[DAMAGED], dataset.starts[DAMAGED + 1])
     values = {tap: array[rows] for tap, array in dataset.rows.items()}
     done, writer = stored.write_unit(
         objects, dataset.table, DAMAGED, dataset.read[DAMAGED], values, 128
     )
     assert collect_garbage(objects) == []
-    with Attempt(ledger, writer) as attempt:
+    with Attempt(repair.ledger, writer) as attempt:
         assert attempt.commit(done)
-    assert ledger.complete(dataset.table)
+    assert repair.ledger.complete(dataset.table)
     assert verify(objects).ok
     collect_garbage(objects)
     assert verify(objects).orphans == []
@@ -407,8 +407,8 @@ def test_a_store_without_renaming_is_repaired_too(dataset: stored.Stored, store:
 def test_what_was_found_sound_is_not_read_again(dataset: stored.Stored, tmp_path: Path) -> None:
     damage(dataset)
     journal = Journal(dataset.objects.url, tmp_path / "journal", resume=False)
-    ledger = RepairLedger(verify(dataset.objects, journal=journal), dataset.objects)
-    assert made(dataset, ledger) and ledger.complete(dataset.table)
+    repair = Repair(verify(dataset.objects, journal=journal), Ledger(dataset.objects))
+    assert made(dataset, repair) and repair.ledger.complete(dataset.table)
     report = verify(dataset.objects, journal=journal)
     assert report.ok and report.resumed == len(UNITS) - 1
     assert not list((tmp_path / "journal").iterdir())

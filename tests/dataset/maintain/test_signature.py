@@ -189,10 +189,10 @@ def test_a_dataset_that_grows_says_what_is_covered(tmp_path: Path, keys: Path) -
 
 
 def test_added_taps_are_not_signed_and_say_so(signed: stored.Stored, keys: Path) -> None:
-    ledger, _ = stored.add_pass(signed, {"z.0": 4}, commit=(0,))
+    added, _ = stored.add_pass(signed, {"z.0": 4}, commit=(0,))
     (fault,) = faults(signed, keys)
-    assert fault.startswith(f"passes/{ledger.name}/pass.json: z.0 were added, and a signature")
-    ledger.drop()
+    assert fault.startswith(f"passes/{added.name}/pass.json: z.0 were added, and a signature")
+    added.drop()
     assert faults(signed, keys) == []
 
 

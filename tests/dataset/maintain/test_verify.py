@@ -21,8 +21,8 @@ from spile.dataset.records import format as fmt
 from spile.dataset.records.columns import encode_columns
 from spile.dataset.records.format import Shard
 from spile.dataset.records.heartbeat import Presence
-from spile.dataset.records.ledger import Table
 from spile.dataset.records.segments import columns_of
+from spile.dataset.records.table import Table
 from spile.dataset.records.unit_table import UnitColumns
 from support import stored
 

@@ -12,7 +12,7 @@ import spile
 from spile.core.errors import CorruptError, StoreError
 from spile.dataset.maintain.compact import compact
 from spile.dataset.maintain.gc import collect_garbage
-from spile.dataset.maintain.repair import RepairLedger
+from spile.dataset.maintain.repair import Repair
 from spile.dataset.maintain.replica import replicate
 from spile.dataset.maintain.shuffle import shuffle
 from spile.dataset.maintain.verify import verify
@@ -68,7 +68,7 @@ def test_each_generation_derives_its_own_and_leaves_the_others(grown: stored.Sto
         "generations/00000001/segments/000002.safetensors",
         "generations/00000002/segments/000002.safetensors",
     ]
-    newest = grown.ledger.read_manifest()
+    newest = grown.ledger.derived.read_manifest(grown.ledger.layout)
     assert newest and [each.file.key for each in newest.segments] == [
         "segments/000000.safetensors",
         "generations/00000001/segments/000001.safetensors",
@@ -101,7 +101,7 @@ def test_an_unfinished_generation_is_shown_only_if_it_is_asked_for(
         assert ledger.commit(dataset.attempt(unit))
     assert ledger.complete(ledger.table())
     holds(dataset.path, dataset, 8)
-    assert len(ledger.manifests(ledger.table())) == 3  # those before are made good, too
+    assert len(ledger.derived.manifests(ledger.table())) == 3  # those before are made good, too
     assert verify(dataset.objects).ok
 
 
@@ -178,11 +178,11 @@ def test_a_unit_of_an_earlier_generation_is_repaired(grown: stored.Stored) -> No
     stored.flip(grown.path / shard, (grown.path / shard).stat().st_size - 1)
     report = verify(grown.objects)
     assert [*report.damaged] == [3]
-    ledger = RepairLedger(report, grown.objects)
-    ledger.condemn()
+    repair = Repair(report, Ledger(grown.objects))
+    repair.condemn()
     again = grown.attempt(3)
-    assert ledger.commit(again)
-    assert ledger.complete(grown.table)
+    assert repair.ledger.commit(again)
+    assert repair.ledger.complete(grown.table)
     assert verify(grown.objects).ok
     holds(grown.path, grown, 8)
     removed = collect_garbage(grown.objects)

@@ -9,13 +9,13 @@ import pytest
 import spile
 from spile.core.errors import ConfigError, CorruptError, DriftError, StoreError
 from spile.dataset.maintain.gc import collect_garbage
-from spile.dataset.maintain.repair import PassRepairLedger
+from spile.dataset.maintain.repair import Repair
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read.dataset import finished_taps
 from spile.dataset.records import format as fmt
 from spile.dataset.records.format import TapInfo
 from spile.dataset.records.ledger import Ledger
-from spile.dataset.records.passes import PassLedger, drop_taps, live_passes
+from spile.dataset.records.passes import Pass, drop_taps, live_passes
 from support import stored
 
 MORE: stored.Taps = {"q.0": TapInfo((2, 3), "int8"), "logprob": 1}
@@ -57,7 +57,7 @@ def test_a_dataset_has_the_taps_of_all_its_passes(tmp_path: Path) -> None:
 
 def test_until_a_pass_is_complete_the_dataset_reads_as_before(tmp_path: Path) -> None:
     made = stored.copied(tmp_path / "acts")
-    ledger, rows = stored.add_pass(made, {"z.0": 4}, commit=[0, 3])
+    added, rows = stored.add_pass(made, {"z.0": 4}, commit=[0, 3])
     whole = spile.open(made.path)
     assert "z.0" not in whole.taps and whole.num_tokens == len(made.index)
     assert finished_taps(made.objects) == whole.taps
@@ -72,7 +72,7 @@ def test_until_a_pass_is_complete_the_dataset_reads_as_before(tmp_path: Path) ->
     assert some.taps == ["mlp_out.1"] and some.num_tokens == len(made.index)
     with pytest.raises(ConfigError, match="no tap 'z.9'"):
         spile.open(made.path, taps=["z.9"])
-    assert ledger.read_manifest() is None
+    assert added.ledger.derived.read_manifest(added.ledger.layout) is None
 
 
 def test_a_reader_is_not_disturbed_by_a_pass_that_grows(tmp_path: Path) -> None:
@@ -88,25 +88,25 @@ def test_a_reader_is_not_disturbed_by_a_pass_that_grows(tmp_path: Path) -> None:
 
 def test_a_unit_with_other_rows_than_the_datasets_is_not_committed(tmp_path: Path) -> None:
     made = stored.copied(tmp_path / "acts")
-    ledger, rows = stored.add_pass(made, {"z.0": 4}, commit=[0])
-    table = ledger.table()
+    added, rows = stored.add_pass(made, {"z.0": 4}, commit=[0])
+    table = added.ledger.table()
     values = {"z.0": rows["z.0"][made.starts[1] : made.starts[2]]}
     done, _ = stored.write_unit(
-        ledger.objects, table, 1, made.read[1], values, 60, text_digest="other"
+        added.objects, table, 1, made.read[1], values, 60, text_digest="other"
     )
     with pytest.raises(StoreError, match="unit 1 has other rows than in the dataset.*text_digest"):
-        ledger.commit(done)
+        added.ledger.commit(done)
     other = made.read[1].copy()
     other["token_id"][0] += 1
-    done, _ = stored.write_unit(ledger.objects, table, 1, other, values, 60)
+    done, _ = stored.write_unit(added.objects, table, 1, other, values, 60)
     with pytest.raises(StoreError, match=r"other rows than in the dataset \(index\)"):
-        ledger.commit(done)
-    assert ledger.done_units() == {0}
+        added.ledger.commit(done)
+    assert added.ledger.done_units() == {0}
 
 
 def test_other_weights_than_those_of_the_dataset_are_refused(tmp_path: Path) -> None:
     made = stored.copied(tmp_path / "acts")
-    ledger = PassLedger(made.ledger, "one-0")
+    ledger = Pass(made.ledger, "one-0").ledger
     with pytest.raises(DriftError, match="weights of embed"):
         ledger.check_weights({"embed": "changed", "head": "cc"})
     ledger.check_weights({"embed": "aa", "head": "cc"})  # (the head was not needed before)
@@ -116,10 +116,10 @@ def test_other_weights_than_those_of_the_dataset_are_refused(tmp_path: Path) -> 
 
 def test_of_two_passes_begun_with_one_tap_the_later_gives_way(tmp_path: Path) -> None:
     made = stored.copied(tmp_path / "acts")
-    ledger, _ = stored.add_pass(made, {"z.0": 4}, commit=[0])
+    added, _ = stored.add_pass(made, {"z.0": 4}, commit=[0])
     with pytest.raises(ConfigError, match="another process has begun to add z.0"):
         stored.add_pass(made, {"z.0": 4, "z.1": 4}, commit=[])
-    assert [each.name for each in live_passes(made.ledger)] == [ledger.name]
+    assert [each.name for each in live_passes(made.ledger)] == [added.name]
 
 
 def test_who_joins_a_pass_whose_beginner_died_looks_for_others_too(tmp_path: Path) -> None:
@@ -130,30 +130,30 @@ def test_who_joins_a_pass_whose_beginner_died_looks_for_others_too(tmp_path: Pat
     stored.add_pass(made, {"z.0": 4}, commit=[0])
     later.objects.create(fmt.PASS, record)  # and its process died before it looked
     with pytest.raises(ConfigError, match="another process has begun to add z.0"):
-        later.create_table(later.table())
+        later.ledger.create_table(later.ledger.table())
     assert len(live_passes(made.ledger)) == 2  # (what others may have begun is not dropped)
 
 
 def test_a_dropped_pass_is_not_read_and_not_continued(tmp_path: Path) -> None:
     made = stored.copied(tmp_path / "acts")
-    ledger, _ = stored.add_pass(made, {"z.0": 4})
-    ledger.drop()
+    added, _ = stored.add_pass(made, {"z.0": 4})
+    added.drop()
     assert "z.0" not in spile.open(made.path).taps
     assert live_passes(made.ledger) == []
-    done = ledger.read_done(0)
+    done = added.ledger.read_done(0)
     assert done
     with pytest.raises(ConfigError, match="z.0 were dropped while they were being added"):
-        ledger.commit(done)
+        added.ledger.commit(done)
     again, rows = stored.add_pass(made, {"z.0": 4}, number=1, seed=5)
-    assert again.name != ledger.name
+    assert again.name != added.name
     np.testing.assert_array_equal(all_rows(spile.open(made.path))["z.0"], rows["z.0"])
 
 
 @pytest.mark.parametrize("change", ["rows", "taps", "recipe"])
 def test_a_record_of_a_pass_is_checked(tmp_path: Path, change: str) -> None:
     made = stored.copied(tmp_path / "acts")
-    ledger, _ = stored.add_pass(made, {"z.0": 4})
-    key = fmt.pass_prefix(ledger.name) + fmt.PASS
+    added, _ = stored.add_pass(made, {"z.0": 4})
+    key = fmt.pass_prefix(added.name) + fmt.PASS
     body = fmt.decode_record(key, made.objects.get(key), "pass")
     body[change] = {
         "rows": "of another dataset",
@@ -167,8 +167,8 @@ def test_a_record_of_a_pass_is_checked(tmp_path: Path, change: str) -> None:
 
 def test_damage_in_a_pass_is_named_by_its_place_in_the_dataset(tmp_path: Path) -> None:
     made = stored.copied(tmp_path / "acts")
-    ledger, _ = stored.add_pass(made, {"z.0": 4})
-    key = fmt.pass_prefix(ledger.name) + fmt.MANIFEST
+    added, _ = stored.add_pass(made, {"z.0": 4})
+    key = fmt.pass_prefix(added.name) + fmt.MANIFEST
     (made.path / key).write_bytes(b"{}")
     with pytest.raises(CorruptError, match=f"^{key}: "):
         spile.open(made.path)
@@ -215,11 +215,11 @@ def test_gc_removes_a_dropped_pass_and_keeps_the_others(tmp_path: Path) -> None:
 
 def test_gc_removes_losing_attempts_of_a_pass_and_never_those_in_hand(tmp_path: Path) -> None:
     made = stored.copied(tmp_path / "acts")
-    ledger, rows = stored.add_pass(made, {"z.0": 4}, commit=[0])
+    added, rows = stored.add_pass(made, {"z.0": 4}, commit=[0])
     for unit in (0, 1):
         part = slice(made.starts[unit], made.starts[unit + 1])
         values = {"z.0": rows["z.0"][part]}
-        stored.write_unit(ledger.objects, ledger.table(), unit, made.read[unit], values, 60)
+        stored.write_unit(added.objects, added.ledger.table(), unit, made.read[unit], values, 60)
     removed = collect_garbage(made.objects)
     units = {fmt.parse_attempt_key(fmt.split_pass_key(key)[1])[0] for key in removed}  # type: ignore[index]
     assert units == {0}
@@ -231,45 +231,45 @@ def test_gc_removes_losing_attempts_of_a_pass_and_never_those_in_hand(tmp_path: 
 @pytest.mark.parametrize("quick", [False, True])
 def test_verify_audits_passes(tmp_path: Path, quick: bool) -> None:
     made = stored.copied(tmp_path / "acts")
-    ledger, _ = stored.add_pass(made, MORE)
+    added, _ = stored.add_pass(made, MORE)
     unfinished, _ = stored.add_pass(made, {"z.0": 4}, commit=[0])
     report = verify(made.objects, quick=quick)
     assert report.ok and not report.orphans, (report.faults, report.orphans)
-    assert report.passes[ledger.name].units_done == len(made.table.units)
+    assert report.passes[added.name].units_done == len(made.table.units)
     assert report.passes[unfinished.name].units_done == 1
-    done = ledger.read_done(3)
+    done = added.ledger.read_done(3)
     assert done
-    key = fmt.pass_prefix(ledger.name) + done.shards[0].key
+    key = fmt.pass_prefix(added.name) + done.shards[0].key
     data = made.objects.get(key)
     (made.path / key).write_bytes(data[:-1] + bytes([data[-1] ^ 1]) if not quick else data[:-1])
     report = verify(made.objects, quick=quick)
     assert [fault.partition(": ")[0] for fault in report.faults] == [key]
-    assert not report.damaged and [*report.passes[ledger.name].damaged] == [3]
-    ledger.drop()
+    assert not report.damaged and [*report.passes[added.name].damaged] == [3]
+    added.drop()
     report = verify(made.objects, quick=quick)
     assert report.ok and key in report.orphans
 
 
 def test_verify_compares_the_rows_of_a_pass_with_the_datasets(tmp_path: Path) -> None:
     made = stored.copied(tmp_path / "acts")
-    ledger, _ = stored.add_pass(made, {"z.0": 4})
-    done = ledger.read_done(0)
+    added, _ = stored.add_pass(made, {"z.0": 4})
+    done = added.ledger.read_done(0)
     assert done
-    key = ledger.layout.done_key(0)
-    ledger.objects.delete(key)
+    key = added.ledger.layout.done_key(0)
+    added.objects.delete(key)
     body = {**done.to_json(), "text_digest": "other"}
-    assert ledger.objects.create(key, fmt.encode_record("done", body))
+    assert added.objects.create(key, fmt.encode_record("done", body))
     faults = verify(made.objects).faults
-    assert f"passes/{ledger.name}/{key}: has other rows than the dataset (text_digest)" in faults
+    assert f"passes/{added.name}/{key}: has other rows than the dataset (text_digest)" in faults
 
 
 def test_the_damaged_record_of_a_pass_is_set_aside_in_its_folder(tmp_path: Path) -> None:
     made = stored.copied(tmp_path / "acts")
-    ledger, _ = stored.add_pass(made, {"z.0": 4})
-    prefix = fmt.pass_prefix(ledger.name)
-    (made.path / prefix / ledger.layout.done_key(0)).write_bytes(b"torn")
+    added, _ = stored.add_pass(made, {"z.0": 4})
+    prefix = fmt.pass_prefix(added.name)
+    (made.path / prefix / added.ledger.layout.done_key(0)).write_bytes(b"torn")
     report = verify(made.objects)
-    repairing = PassRepairLedger(report.passes[ledger.name], made.ledger, ledger.name)
+    repairing = Repair(report.passes[added.name], Pass(made.ledger, added.name).ledger)
     assert repairing.units == [0]
     repairing.withdraw()
     assert made.listed(f"{prefix}damaged/") and not made.listed("damaged/")

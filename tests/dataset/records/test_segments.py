@@ -84,7 +84,7 @@ def test_few_segments_are_held(grouped: stored.Stored, monkeypatch: pytest.Monke
 
 def test_a_segment_of_another_group_is_refused(grouped: stored.Stored) -> None:
     ledger = Ledger(LocalObjects(grouped.path))
-    manifest = ledger.read_manifest()
+    manifest = ledger.derived.read_manifest(ledger.layout)
     assert manifest
     first, second, _ = manifest.segments
     swapped = replace(first, file=replace(second.file, key=first.file.key))

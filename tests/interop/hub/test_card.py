@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from spile.dataset.records.ledger import Ledger
 from spile.interop.hub.card import size_category, write_card
 from support import stored
 
 
 def card(made: stored.Stored) -> str:
-    manifest = Ledger(made.objects).read_manifest()
+    manifest = made.ledger.derived.read_manifest(made.table.layout)
     assert manifest
     return write_card(
         "me/acts", made.table, made.table.taps, manifest.totals, "hf download me/acts"

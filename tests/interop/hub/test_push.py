@@ -180,14 +180,14 @@ def test_complete_added_taps_are_pushed_and_dropped_ones_removed(
     made = stored.copied(tmp_path / "out")
     client.push(made.path, REPO)
     before = files(hub)
-    ledger, rows = stored.add_pass(made, {"z.0": 4}, commit=(0, 1))
+    added, rows = stored.add_pass(made, {"z.0": 4}, commit=(0, 1))
     assert client.push(made.path, REPO)["files"] == 0
     for unit in (2, 3, 4):
-        assert ledger.commit(stored.write_added(made, ledger, unit, rows))
-    assert ledger.complete(ledger.table())
+        assert added.ledger.commit(stored.write_added(made, added, unit, rows))
+    assert added.ledger.complete(added.ledger.table())
     commits = len(hub.repositories[REPO].commits)
     client.push(made.path, REPO)
-    prefix = fmt.pass_prefix(ledger.name)
+    prefix = fmt.pass_prefix(added.name)
     assert files(hub) == before | {key: made.objects.get(key) for key in made.listed(prefix)}
     *units, (_, _, last) = hub.repositories[REPO].commits[commits:]
     assert [title for _, title, _ in units] == [f"units {n} to {n}" for n in range(5)]
@@ -196,7 +196,7 @@ def test_complete_added_taps_are_pushed_and_dropped_ones_removed(
     fetched = client.download(tmp_path / "fetched")
     assert verify(fetched).ok
     assert open_dataset(fetched.url).read("z.0", 0, 111).tobytes() == rows["z.0"].tobytes()
-    ledger.drop()
+    added.drop()
     assert client.push(made.path, REPO)["files"] == 1
     assert "z.0" not in open_dataset(client.download(tmp_path / "again").url).taps
 
@@ -205,7 +205,7 @@ def test_each_record_is_read_once_and_few_units_are_held(
     hub: Hub, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = stored.copied(tmp_path / "out", ((3,),) * 12)
-    ledger, _ = stored.add_pass(made, {"z.0": 4})
+    added, _ = stored.add_pass(made, {"z.0": 4})
     source, held = stored.CountedObjects(made.path), list[int]()
     monkeypatch.setattr(push, "open_objects", lambda out: source)
 
@@ -216,7 +216,7 @@ def test_each_record_is_read_once_and_few_units_are_held(
     for _ in range(2):  # the second time, everything is there already
         source.reads.clear()
         client.push(made.path, REPO)
-        assert source.reads == dict.fromkeys(stored.record_keys(made, ledger), 1)
+        assert source.reads == dict.fromkeys(stored.record_keys(made, added), 1)
     assert 0 < max(held) <= 12
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from spile.dataset.records.ledger import read_prediction
+from spile.dataset.records.prediction import read_prediction
 from spile.metrics import Counters
 from spile.objects import MemoryObjects
 from spile.run.pipeline import progress

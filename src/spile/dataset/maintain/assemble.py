@@ -30,7 +30,8 @@ from spile.dataset.maintain.finished import FinishedRecords, open_finished, summ
 from spile.dataset.read.checked_file import CheckedFile
 from spile.dataset.records import format as fmt
 from spile.dataset.records.format import Done, Shard
-from spile.dataset.records.ledger import Ledger, Table
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.table import Table
 from spile.objects import Objects, check_creates_once
 
 COPIED_FROM = "copied"  # key in `made_by`: what the unit was made from

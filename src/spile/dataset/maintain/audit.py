@@ -29,8 +29,8 @@ from spile.dataset.codec.statistics import TapStats
 from spile.dataset.maintain.scatter import entries_sum
 from spile.dataset.records import format as fmt
 from spile.dataset.records.format import Done, Shard, TapInfo
-from spile.dataset.records.ledger import Table
 from spile.dataset.records.segments import statistics_in
+from spile.dataset.records.table import Table
 from spile.objects import Entry, MemoryObjects, Objects
 
 _CHUNK = 1 << 24

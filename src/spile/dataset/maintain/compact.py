@@ -34,7 +34,8 @@ from spile.dataset.maintain.finished import (
 from spile.dataset.read.checked_file import CheckedFile
 from spile.dataset.records.columns import Ints, ints, run_of
 from spile.dataset.records.format import Done
-from spile.dataset.records.ledger import Attempt, Ledger, Table
+from spile.dataset.records.ledger import Attempt, Ledger
+from spile.dataset.records.table import Table
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import Objects, check_creates_once
 

@@ -41,7 +41,8 @@ from spile.dataset.read.checked_file import WINDOW_BYTES, CheckedFile
 from spile.dataset.records import format as fmt
 from spile.dataset.records.columns import named_by_content
 from spile.dataset.records.format import Done, Shard, TapInfo
-from spile.dataset.records.ledger import Attempt, Ledger, Table
+from spile.dataset.records.ledger import Attempt, Ledger
+from spile.dataset.records.table import Table, read_tokenizer
 from spile.objects import PROBES, Objects
 
 T = TypeVar("T")
@@ -367,7 +368,7 @@ def copy_records(source: Objects, records: FinishedRecords, dest: Objects) -> bo
             return False
     ledger = Ledger(source)
     table = ledger.table()
-    for name, data in ledger.read_tokenizer(table).items():
+    for name, data in read_tokenizer(source, table).items():
         dest.create(table.tokenizer[name].key, data)
     return True
 

@@ -20,9 +20,11 @@ from spile.dataset.codec.statistics import TapStats
 from spile.dataset.records import format as fmt
 from spile.dataset.records.chosen_taps import choose_taps
 from spile.dataset.records.format import Done
-from spile.dataset.records.ledger import Ledger, Table, read_statistics, same_unit
-from spile.dataset.records.passes import JoinedUnits, PassLedger, live_passes
-from spile.dataset.records.segments import Catalog
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.manifest import same_unit
+from spile.dataset.records.passes import live_passes
+from spile.dataset.records.segments import Catalog, read_statistics
+from spile.dataset.records.table import Table
 from spile.objects import Objects
 
 _OF_ALL = ("corpus", "corpus_source", "max_docs", "max_tokens")  # what generations change
@@ -66,15 +68,15 @@ def finished_parts(source: Objects) -> "list[FinishedPart]":
     own = _finished_part(ledger)
     parts = [own]
     # (By their taps: those of two datasets, which are to be merged, have different names.)
-    for each in sorted(live_passes(ledger), key=lambda each: each.table().recipe.taps):
+    for each in sorted(live_passes(ledger), key=lambda each: each.ledger.table().recipe.taps):
         if each.is_behind(own.table):
-            taps = ",".join(each.table().recipe.taps)
+            taps = ",".join(each.ledger.table().recipe.taps)
             raise StoreError(
                 f"{source.url}: {taps} lack the documents that were added later; finish with "
                 f"`spile extract --out {source.url} --add-taps {taps}` first"
             )
         if each.finished(own.table):
-            parts.append(_finished_part(each, own.catalog))
+            parts.append(_finished_part(each.ledger, own.catalog))
     return parts
 
 
@@ -85,8 +87,12 @@ class FinishedPart:
     ledger: Ledger
     table: Table
     catalog: Catalog  # from the manifest: records without `made_by`
-    prefix: str = ""  # the folder of the pass
     base: Catalog | None = None  # of a pass: the units of the dataset
+
+    @property
+    def prefix(self) -> str:
+        """The folder of the pass; empty for the dataset itself."""
+        return self.ledger.prefix
 
     def read(self, unit: int) -> Done:
         """Return a record, which is checked."""
@@ -99,7 +105,8 @@ class FinishedPart:
             raise CorruptError(self.prefix + key, "does not hold the recipe's taps")
         if not same_unit(self.catalog[unit], done):
             raise self.unfounded()
-        if self.base is not None and self.ledger.other_rows(done, self.base[unit]):
+        of_pass = self.ledger.of_pass
+        if of_pass and self.base is not None and of_pass.other_rows(done, self.base[unit]):
             raise CorruptError(self.prefix + key, "has other rows than the dataset")
         return done
 
@@ -113,10 +120,9 @@ class FinishedPart:
 def _finished_part(ledger: Ledger, base: Catalog | None = None) -> FinishedPart:
     """Return a dataset without its passes, or a pass; it must be finished."""
     url, table = ledger.objects.url, ledger.table()
-    prefix = fmt.pass_prefix(ledger.name) if isinstance(ledger, PassLedger) else ""
     if table.fingerprint != table.recipe.fingerprint():
         raise CorruptError(fmt.UNITS, "fingerprint does not match its recipe")
-    manifest = ledger.read_manifest()
+    manifest = ledger.derived.read_manifest(ledger.layout)
     if manifest is None:
         done = len(ledger.done_units().intersection(range(len(table.units))))
         if done < len(table.units):
@@ -130,8 +136,8 @@ def _finished_part(ledger: Ledger, base: Catalog | None = None) -> FinishedPart:
             f"{url}: every unit is done, but there is no {table.layout.manifest_key} yet; "
             "finish with the same `spile extract` first"
         )
-    part = FinishedPart(ledger, table, ledger.catalog(table, manifest), prefix, base)
-    if not ledger.manifest_follows(table):
+    part = FinishedPart(ledger, table, ledger.derived.catalog(table, manifest), base)
+    if not ledger.derived.manifest_follows(table):
         raise part.unfounded()
     return part
 
@@ -255,7 +261,7 @@ class FinishedRecords(Sequence[Done]):
         self._parts = [part for part in parts[1:] if not part.table.taps.keys().isdisjoint(taps)]
         passes = {part.prefix: part.catalog for part in self._parts}
         # The same units from the manifests, which are cheaper: without `made_by`, with all taps.
-        self.catalog = JoinedUnits(self._own.catalog, passes) if passes else self._own.catalog
+        self.catalog = self._own.catalog.with_passes(passes)
         self._whole: RecordsSummary | None = None
 
     def __len__(self) -> int:

@@ -9,8 +9,9 @@ from spile.core.errors import ConfigError, CorruptError
 from spile.core.threads import mapped
 from spile.dataset.records import format as fmt
 from spile.dataset.records.heartbeat import warn_unreadable, working
-from spile.dataset.records.ledger import Ledger, named_files
-from spile.dataset.records.passes import PassLedger, pass_names
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.manifest import named_files
+from spile.dataset.records.passes import Pass, pass_names
 from spile.objects import PROBES, Objects, exists
 
 _GROUP = re.compile(r"\d{6}")  # the folder of one
@@ -44,9 +45,9 @@ def collect_garbage(
     keys = (key for key in objects.list() if not key.startswith(fmt.PASSES))
     _collect(ledger, keys, abandoned, note)
     for name in pass_names(objects):
-        prefix, each = fmt.pass_prefix(name), PassLedger(ledger, name)
+        each = Pass(ledger, name)
 
-        def inside(found: Iterable[str], expected: int, prefix: str = prefix) -> None:
+        def inside(found: Iterable[str], expected: int, prefix: str = each.prefix) -> None:
             note((prefix + key for key in found), expected)
 
         if each.is_dropped:
@@ -54,7 +55,7 @@ def collect_garbage(
                 gone = [key for key in keys if key != fmt.DROPPED]
                 inside(mapped(partial(_delete, each.objects), gone, objects.parallel), len(gone))
         elif exists(each.objects, fmt.PASS):
-            _collect(each, each.objects.list(), abandoned, inside)
+            _collect(each.ledger, each.objects.list(), abandoned, inside)
     return sorted(removed)
 
 
@@ -75,9 +76,9 @@ def _collect(
     manifests = {
         each.layout.manifest_columns: (each, manifest)
         for each in table.every_generation()
-        if (manifest := ledger.read_manifest(each.layout))
+        if (manifest := ledger.derived.read_manifest(each.layout))
     }
-    catalogs = [ledger.catalog(*found) for found in manifests.values()]
+    catalogs = [ledger.derived.catalog(*found) for found in manifests.values()]
     derived = named_files(table, *(manifest for _, manifest in manifests.values()))
     # (The units of a generation that nobody has created yet are about to be.)
     unit_columns = tuple(

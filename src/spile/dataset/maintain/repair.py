@@ -1,7 +1,7 @@
 """Repair: a damaged unit is made again, and its new record replaces the old one.
 
 It is made like any unit: files under an attempt of its own, durable, then a record. Only the commit
-differs (`RepairLedger`): the manifest, which names the old files, is moved aside, then the old
+differs (`Repair`): the manifest, which names the old files, is moved aside, then the old
 record, then the new one is created. A kill before that leaves the old record; a kill between the
 two leaves a missing unit. In both cases the same command continues. No file is removed: those of
 the old attempt become orphans, which `gc` deletes.
@@ -31,9 +31,9 @@ from spile.dataset.maintain.verify import Report
 from spile.dataset.records import format as fmt
 from spile.dataset.records.columns import ColumnFile, column_file, columns_in
 from spile.dataset.records.format import Done, KeyLayout
-from spile.dataset.records.ledger import Ledger, Table
-from spile.dataset.records.passes import PassLedger
+from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.segments import Segment
+from spile.dataset.records.table import Table
 from spile.objects import Objects
 
 _log = logging.getLogger("spile.dataset")
@@ -56,21 +56,19 @@ class Repaired:
     passes: "dict[str, Repaired]" = field(default_factory=dict[str, "Repaired"])  # by name
 
 
-class RepairLedger(Ledger):
-    """The records of a dataset in which some will be replaced; their units count as not done."""
+class Repair:
+    """Replaces records of a dataset, or of a pass, through its ledger; those units are not done."""
 
-    def __init__(self, report: Report, *place: Any) -> None:
-        """Args:
-        place: what the ledger itself takes: the objects; for a pass, the dataset and its name.
-        """
-        super().__init__(*place)
-        self.table_found = self.table()
+    def __init__(self, report: Report, ledger: Ledger) -> None:
+        self.ledger, self.objects, self.layout = ledger, ledger.objects, ledger.layout
+        self.table = ledger.table()
         self.condemned = dict(report.damaged)
+        self.unsound = {*report.damaged, *report.missing}
         self.beside = list(report.beside)
         self.repaired = Repaired()
-        self._unsound = {*report.damaged, *report.missing}
-        self._expected = self._described(sorted(self._unsound))
+        self._expected = self._described(sorted(self.unsound))
         self._marks: dict[int, str] = {}  # copies of records that will be replaced
+        ledger.repair = self
 
     def refuse_impossible(self) -> None:
         """Refuse a repair that is impossible, before anything is changed."""
@@ -81,7 +79,7 @@ class RepairLedger(Ledger):
     @property
     def tokenizer(self) -> dict[str, ColumnFile]:
         """The tokenizer's files that are damaged or missing, by name."""
-        files = self.table_found.tokenizer
+        files = self.table.tokenizer
         return {name: file for name, file in files.items() if file.key in self.beside}
 
     def restore_tokenizer(self, place: str, files: Mapping[str, bytes]) -> None:
@@ -111,8 +109,8 @@ class RepairLedger(Ledger):
     @property
     def units(self) -> list[int]:
         """The units to make."""
-        done = self.done_units()
-        return [unit for unit in range(len(self.table_found.units)) if unit not in done]
+        done = self.ledger.done_units()
+        return [unit for unit in range(len(self.table.units)) if unit not in done]
 
     def condemn(self) -> None:
         """Mark for `gc` the records to be replaced, before any file of their units is written."""
@@ -127,47 +125,45 @@ class RepairLedger(Ledger):
         for unit in self.condemned.keys() & self._marks.keys():
             self.objects.delete(self._marks.pop(unit))
 
-    # -- methods that extraction uses ------------------------------------------------------------
+    # -- what its ledger asks ----------------------------------------------------------------------
 
-    def sealed_groups(self, layout: KeyLayout | None = None) -> set[int]:
-        # A segment whose records are missing or damaged does not make their units exist.
-        return super().sealed_groups(layout) - {self.layout.group(unit) for unit in self._unsound}
-
-    def done_in(self, group: int) -> set[int]:
-        return super().done_in(group) - self.condemned.keys()
-
-    def check_weights(self, digests: Mapping[str, str]) -> None:
+    def before_weights(self) -> None:
+        """Move damaged hashes of the weights aside: the ledger records new ones."""
         if fmt.MODEL in self.beside:
             self._set_aside(fmt.MODEL)
-        super().check_weights(digests)
-        if fmt.MODEL in self.beside:
             self.beside.remove(fmt.MODEL)
             self.repaired.records.append(fmt.MODEL)
 
-    def commit(self, done: Done) -> bool:
+    def before_commit(self, done: Done) -> None:
+        """Make way for a record: what it replaces, and what was derived from that, moves aside.
+
+        Raises:
+            StoreError: if the unit is not the same as before; then nothing is changed.
+        """
         known = self._expected.get(done.unit)
         if known is not None:
             self._compare(done, known)
-        if not self.missing_files(done):
-            self._set_derived_aside(done.unit)
-            if done.unit in self.condemned:
-                self._withdraw(done.unit)
-        committed = super().commit(done)
+        self._set_derived_aside(done.unit)
+        if done.unit in self.condemned:
+            self._withdraw(done.unit)
+
+    def after_commit(self, done: Done, committed: bool) -> None:
         self.condemned.pop(done.unit, None)
         if committed:
             self.repaired.units.append(done.unit)
+            known = self._expected.get(done.unit)
             if known is not None and _rows(done) == _rows(known):
                 self.repaired.identical.append(done.unit)
-        return committed
 
-    def complete(self, table: Table, *, patient: bool = False) -> bool:
-        """Create the manifest; first replace one that does not follow from the records."""
-        if fmt.MODEL in self.beside or not self.done_units().issuperset(range(len(table.units))):
+    def before_complete(self, table: Table) -> bool:
+        """Move aside manifests that do not follow from the records, once every unit is done."""
+        there = self.ledger.done_units()
+        if fmt.MODEL in self.beside or not there.issuperset(range(len(table.units))):
             return False
-        self._unsound.clear()
+        self.unsound.clear()
         for each in table.every_generation():
             self._check_manifest(each)
-        return super().complete(table, patient=patient)
+        return True
 
     # -- replacing records -----------------------------------------------------------------------
 
@@ -179,7 +175,7 @@ class RepairLedger(Ledger):
 
     def _layouts_of(self, unit: int) -> list[KeyLayout]:
         """Return the layouts of all generations that have a unit, the newest first."""
-        every = reversed(self.table_found.every_generation())
+        every = reversed(self.table.every_generation())
         return [table.layout for table in every if unit < len(table.units)]
 
     def _withdraw(self, unit: int) -> None:
@@ -237,10 +233,11 @@ class RepairLedger(Ledger):
         """Set aside a manifest, and segments, that do not follow from the done records."""
         key = table.layout.manifest_key
         try:
-            manifest = self.read_manifest(table.layout)
-            must_be_done = partial(self._must_be_done, table)
+            derived = self.ledger.derived
+            manifest = derived.read_manifest(table.layout)
+            must_be_done = partial(self.ledger.must_be_done, table)
             records = mapped(must_be_done, range(len(table.units)), self.objects.parallel)
-            follows = manifest is not None and self.follows(table, manifest, records)
+            follows = manifest is not None and derived.follows(table, manifest, records)
         except SpileError:
             follows = False
         wrong = [key for key in self.beside if fmt.parse_segment_key(key) is not None]
@@ -256,8 +253,7 @@ class RepairLedger(Ledger):
         wanted = [key for key in self.beside if key in COPIED]
         for key in wanted:
             self._set_aside(key)
-        table = self.table_found
-        _, records = open_finished(source, table.recipe.stored_taps)
+        _, records = open_finished(source, self.table.recipe.stored_taps)
         copy_check(source, self.objects)
         if not copy_records(source, records, self.objects):
             raise StoreError(f"{self.objects.url}: its records are not those of {source.url}")
@@ -297,7 +293,7 @@ class RepairLedger(Ledger):
             if fmt.parse_done_key(original) is None:
                 return []
             body = fmt.decode_record(key, self.objects.get(key), "done")
-            if body.get("fingerprint") != self.table_found.fingerprint:
+            if body.get("fingerprint") != self.table.fingerprint:
                 return []
             return [Done.from_json(original, body, self.layout).to_json()]
         except (SpileError, OSError, KeyError, TypeError):
@@ -321,26 +317,22 @@ class RepairLedger(Ledger):
         for unit in self.units:
             if made := self._expected.get(unit, {}).get("made_by"):
                 return made
-        for unit in sorted(self.done_units()):
-            if (done := self.read_done(unit)) is not None:
+        for unit in sorted(self.ledger.done_units()):
+            if (done := self.ledger.read_done(unit)) is not None:
                 return done.made_by
         return {}
 
     def compressed(self) -> bool:
         """Return whether the dataset's shards are compressed, judging by one unit."""
-        for unit in (*self._expected, *sorted(self.done_units())):
+        for unit in (*self._expected, *sorted(self.ledger.done_units())):
             if unit in self._expected:
                 keys = [shard["key"] for shard in self._expected[unit]["shards"]]
             else:
-                done = self.read_done(unit)
+                done = self.ledger.read_done(unit)
                 keys = [shard.key for shard in done.shards] if done else []
             if keys:
                 return keys[0].endswith(fmt.COMPRESSED)
         return False
-
-
-class PassRepairLedger(RepairLedger, PassLedger):
-    """The records of a pass in which some will be replaced."""
 
 
 def _rows(unit: Done | Mapping[str, Any]) -> dict[tuple[str, int, int], str]:

@@ -28,8 +28,9 @@ from spile.dataset.read.checked_file import WINDOW_BYTES
 from spile.dataset.read.rows import Bytes, ReadJob, Rows, StoredRows
 from spile.dataset.records import format as fmt
 from spile.dataset.records.format import Done, TapInfo
-from spile.dataset.records.ledger import Attempt, Ledger, Table
+from spile.dataset.records.ledger import Attempt, Ledger
 from spile.dataset.records.segments import Catalog
+from spile.dataset.records.table import Table
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import PROBES, Objects
 from spile.objects.local import settle

@@ -48,7 +48,8 @@ from spile.dataset.read.checked_file import CheckedFile
 from spile.dataset.read.order import drawn, drawn_digest
 from spile.dataset.records import format as fmt
 from spile.dataset.records.format import Done
-from spile.dataset.records.ledger import Attempt, Table
+from spile.dataset.records.ledger import Attempt
+from spile.dataset.records.table import Table
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import Objects, check_creates_once, open_objects
 from spile.objects.local import settle

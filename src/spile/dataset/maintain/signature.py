@@ -26,7 +26,9 @@ from spile.dataset.read.checked_file import CheckedFile
 from spile.dataset.records import format as fmt
 from spile.dataset.records.columns import columns_in, encode_columns, ends_of, ints, run_of
 from spile.dataset.records.format import Done, KeyLayout, Shard
-from spile.dataset.records.ledger import Ledger, Manifest, Table, named_files, table_records
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.manifest import Manifest, named_files
+from spile.dataset.records.table import Table, table_records
 from spile.objects import Objects, exists
 
 NAMESPACE = "spile"
@@ -122,7 +124,7 @@ def sign(
     ledger = Ledger(objects)
     table = ledger.table()
     layout, count = table.layout, len(table.units)
-    manifests = ledger.manifests(table)
+    manifests = ledger.derived.manifests(table)
     for each in table.every_generation():
         _refuse_unfounded(ledger, each)
     there = ledger.done_units()
@@ -203,12 +205,12 @@ def _is_of_unit(key: str) -> bool:
 
 
 def _refuse_unfounded(ledger: Ledger, table: Table) -> None:
-    manifest = ledger.read_manifest(table.layout)
+    manifest = ledger.derived.read_manifest(table.layout)
     if manifest is None:
         return
     units = range(len(table.units))
     records = mapped(partial(_record, ledger, table), units, ledger.objects.parallel)
-    if not ledger.follows(table, manifest, records):
+    if not ledger.derived.follows(table, manifest, records):
         key = table.layout.manifest_key
         raise CorruptError(key, "does not follow from the done records; see `spile verify`")
 

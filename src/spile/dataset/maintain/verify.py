@@ -31,19 +31,12 @@ from spile.dataset.records import format as fmt
 from spile.dataset.records.columns import columns_in, encode_columns
 from spile.dataset.records.format import Done
 from spile.dataset.records.heartbeat import warn_unreadable
-from spile.dataset.records.ledger import (
-    Ledger,
-    Manifest,
-    Prediction,
-    Table,
-    derive_segment,
-    named_files,
-    read_statistics,
-    same_unit,
-    table_records,
-)
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.manifest import Manifest, named_files, same_unit
 from spile.dataset.records.passes import live_passes
-from spile.dataset.records.segments import Segment
+from spile.dataset.records.prediction import Prediction
+from spile.dataset.records.segments import Segment, derive_segment, read_statistics
+from spile.dataset.records.table import Table, read_tokenizer, table_records, tokenizer_data
 from spile.objects import Entry, Objects, exists
 
 _RECORDS = {
@@ -143,14 +136,14 @@ def verify(
     ledger = Ledger(objects)
     report = _audit_ledger(ledger, partial, quick, journal, progress, signed)
     for each in live_passes(ledger) if report.units else ():
-        prefix = fmt.pass_prefix(each.name)
-        found = _audit_ledger(each, True, quick, journal, progress, None)
+        prefix = each.prefix
+        found = _audit_ledger(each.ledger, True, quick, journal, progress, None)
         report.passes[each.name] = found
         report.faults += [f"{prefix}{fault.removeprefix(prefix)}" for fault in found.faults]
         report.orphans += [prefix + key for key in found.orphans]
         report.bytes += found.bytes
         if signed and found.units:
-            taps = ", ".join(each.table().taps)
+            taps = ", ".join(each.ledger.table().taps)
             report.faults.append(
                 f"{prefix}{fmt.PASS}: {taps} were added, and a signature covers only the taps that "
                 "a dataset was made with; `spile drop` them, or sign a copy by `spile compact`"
@@ -369,7 +362,7 @@ def _read_records(ledger: Ledger, table: Table, group: int, report: Report) -> I
                 report.faults.append(f"{key}: belongs to another recipe")
             if done.rows and {s.tap for s in done.shards} != set(table.taps):
                 report.faults.append(f"{key}: does not hold exactly the taps of the recipe")
-            if differs := ledger.other_rows(done):
+            if ledger.of_pass and (differs := ledger.of_pass.other_rows(done)):
                 report.faults.append(f"{key}: has other rows than the dataset ({differs})")
             if len(report.faults) > before:
                 report.damaged[done.unit] = record_digest(done)
@@ -420,14 +413,14 @@ def _check_tokenizer(ledger: Ledger, table: Table, report: Report) -> None:
     sound = True
     for name, file in table.tokenizer.items():
         try:
-            ledger.tokenizer_data(name, file)
+            tokenizer_data(ledger.objects, name, file)
         except SpileError as error:
             sound = False
             report.faults.append(str(error))
             report.beside.append(file.key)
     try:
         if sound:
-            ledger.read_tokenizer(table)
+            read_tokenizer(ledger.objects, table)
     except SpileError as error:
         report.faults.append(str(error))
 
@@ -435,7 +428,7 @@ def _check_tokenizer(ledger: Ledger, table: Table, report: Report) -> None:
 def _others(ledger: Ledger, table: Table, report: Report) -> Iterator[str]:
     """Yield the keys beside the units; those that are part of no dataset are orphans."""
     layout, records = table.layout, {**_RECORDS, **table_records(table)}
-    passes = {fmt.pass_prefix(each.name) for each in live_passes(ledger)}
+    passes = {each.prefix for each in live_passes(ledger)}
     for key in ledger.objects.list():
         if fmt.split_pass_key(key)[0] in passes or key.endswith(f"/{fmt.DROPPED}"):
             continue
@@ -504,10 +497,10 @@ def _check_manifest(ledger: Ledger, table: Table, report: Report) -> Manifest | 
         )
         return None
     try:
-        manifest = ledger.read_manifest(table.layout)
+        manifest = ledger.derived.read_manifest(table.layout)
         if manifest is not None:
-            ledger.catalog(table, manifest)
-        follows = ledger.manifest_follows(table)
+            ledger.derived.catalog(table, manifest)
+        follows = ledger.derived.manifest_follows(table)
     except SpileError as error:
         report.faults.append(str(error))
         return None

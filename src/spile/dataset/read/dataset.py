@@ -33,9 +33,11 @@ from spile.dataset.read.window import View
 from spile.dataset.records import format as fmt
 from spile.dataset.records.columns import ColumnFile, read_columns
 from spile.dataset.records.format import Done, Shard
-from spile.dataset.records.ledger import Ledger, Manifest, Table
-from spile.dataset.records.passes import JoinedUnits, PassLedger, live_passes, named
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.manifest import Manifest
+from spile.dataset.records.passes import Pass, live_passes, named
 from spile.dataset.records.segments import Catalog, Totals
+from spile.dataset.records.table import Table, read_tokenizer
 from spile.objects import Objects, open_objects
 from spile.objects.cache import CachedObjects, cached
 from spile.objects.rooted import RootedObjects
@@ -136,9 +138,7 @@ class Dataset:
         self._part_of = _taps_of(parts, only)
         taps = {tap: part.table.taps[tap] for tap, part in self._part_of.items()}
         self._table = replace(first.table, taps=taps)
-        self._units = first.units
-        if passes:
-            self._units = JoinedUnits(first.units, {part.prefix: part.units for part in passes})
+        self._units = first.units.with_passes({part.prefix: part.units for part in passes})
         scales = {tap: scale for part in parts for tap, scale in part.scales.items()}
         self._stored = StoredRows(self._objects, self._table, self._units, scales)
         self._table_of = lru_cache(_TABLES)(self._read_table)
@@ -363,7 +363,7 @@ class Dataset:
         """
         if self._tokenizer:
             return {}
-        return Ledger(self._unchecked).read_tokenizer(self._table)
+        return read_tokenizer(self._unchecked, self._table)
 
     def tokens(self, doc: int) -> list[str]:
         """Return the text of each stored token of a document, one per row of `document(doc)`."""
@@ -687,13 +687,13 @@ def _parts(
         own = _own_part(ledger, newest, partial)
     else:
         scales = _needed(ledger.read_scales(table))
-        own = TapGroup(table, ledger.catalog(table, manifest), scales, manifest.columns)
+        own = TapGroup(table, ledger.derived.catalog(table, manifest), scales, manifest.columns)
     return [own, *_passes_of(passes, own.table, partial)]
 
 
 def _finished(
     ledger: Ledger, newest: Table, taps: Sequence[str] | None
-) -> tuple[Table, Manifest | None, list[PassLedger]]:
+) -> tuple[Table, Manifest | None, list[Pass]]:
     """Return the newest generation that is complete, its manifest, and passes with wanted taps.
 
     A pass that was complete must have the units of a later generation as well. Until then, the
@@ -701,7 +701,7 @@ def _finished(
     """
     passes = [each for each in live_passes(ledger) if each.has_any(newest, taps)]
     for table in reversed(newest.every_generation()):
-        manifest = ledger.read_manifest(table.layout)
+        manifest = ledger.derived.read_manifest(table.layout)
         if manifest is not None and not any(each.is_behind(table) for each in passes):
             return table, manifest, passes
     return newest, None, passes
@@ -726,7 +726,7 @@ def _own_part(ledger: Ledger, newest: Table, partial: bool) -> TapGroup:
     return TapGroup(table, units, _needed(scales) if len(units) else {})
 
 
-def _passes_of(passes: Sequence[PassLedger], base: Table, partial: bool) -> Iterator[TapGroup]:
+def _passes_of(passes: Sequence[Pass], base: Table, partial: bool) -> Iterator[TapGroup]:
     """Yield the passes that can be read."""
     for each in passes:
         with named(each.name):
@@ -734,14 +734,15 @@ def _passes_of(passes: Sequence[PassLedger], base: Table, partial: bool) -> Iter
             if table is None:
                 continue
             manifest = each.manifest_over(table)
-            scales = each.read_scales(table)
-            prefix = fmt.pass_prefix(each.name)
+            scales = each.ledger.read_scales(table)
             if manifest is not None:
-                units = each.catalog(table, manifest)
-                yield TapGroup(table, units, _needed(scales), manifest.columns, prefix)
+                units = each.ledger.derived.catalog(table, manifest)
+                yield TapGroup(table, units, _needed(scales), manifest.columns, each.prefix)
             elif partial:
-                units = each.catalog_so_far(table)
-                yield TapGroup(table, units, _needed(scales) if len(units) else {}, None, prefix)
+                units = each.ledger.catalog_so_far(table)
+                yield TapGroup(
+                    table, units, _needed(scales) if len(units) else {}, None, each.prefix
+                )
 
 
 def _common(parts: Sequence[TapGroup]) -> list[TapGroup]:

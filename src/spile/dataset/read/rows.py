@@ -33,8 +33,8 @@ from spile.dataset.codec.shard import (
 )
 from spile.dataset.records import format as fmt
 from spile.dataset.records.format import Done, Shard
-from spile.dataset.records.ledger import Table
 from spile.dataset.records.segments import Catalog
+from spile.dataset.records.table import Table
 from spile.objects import Objects
 
 _COLUMNS = 4  # columns of indexes to keep whole in memory

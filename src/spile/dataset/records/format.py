@@ -56,6 +56,7 @@ import xxhash
 from spile.core.bounded_json import JsonError, parse_json_object
 from spile.core.errors import CorruptError, StoreError
 from spile.core.tensors import DTYPES_BY_NAME
+from spile.objects import Objects
 
 FORMAT = 7
 GROUP_UNITS = 256  # one page of a bucket's listing holds their records, attempts or heartbeats
@@ -495,6 +496,17 @@ def decode_record(key: str, data: bytes, kind: str) -> dict[str, Any]:
         found = shown(repr(record.get("kind")))
         raise CorruptError(key, f"holds a {found} record, expected {kind!r}")
     return {k: v for k, v in record.items() if k not in ("format", "kind", "checksum")}
+
+
+def read_record(objects: Objects, key: str, kind: str) -> dict[str, Any] | None:
+    """Return the body of a stored record, as `decode_record`; None if there is none."""
+    try:
+        data = objects.get(key)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreError(f"{objects.url}/{key}: {error.strerror or error}") from error
+    return decode_record(key, data, kind)
 
 
 def _canonical(record: Mapping[str, Any]) -> bytes:

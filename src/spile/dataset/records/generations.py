@@ -9,8 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from spile.core.errors import CorruptError
 from spile.dataset.records import format as fmt
-from spile.dataset.records.columns import ColumnFile
+from spile.dataset.records.columns import ColumnFile, named_by_content
+from spile.dataset.records.unit_table import UnitColumns, read_units
+from spile.objects import Objects
 
 _LIMITS = ("max_docs", "max_tokens")
 
@@ -71,3 +74,38 @@ class Generation:
             raise ValueError("a limit is not a number")
         columns = ColumnFile.from_json(body["units"], prefix)
         return cls(before, tuple(known), tuple(cast(list[str], sources)), **limits, columns=columns)
+
+
+def read_generation(
+    objects: Objects, number: int, fingerprint: str, before: int
+) -> tuple[Generation, UnitColumns] | None:
+    """Return a generation and its units; None if there is none of that number.
+
+    Args:
+        fingerprint: that of the table.
+        before: the number of units that there are without it.
+    """
+    key = fmt.generation_key(number)
+    body = fmt.read_record(objects, key, "generation")
+    if body is None:
+        return None
+    prefix = f"{fmt.generation_folder(number)}{fmt.UNIT_COLUMNS}"
+    try:
+        made = Generation.from_json(body, fingerprint, before, prefix)
+        units = read_units(objects, body["units"], prefix)
+        if not len(units):
+            raise ValueError("it adds no units")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CorruptError(key, f"is not a generation ({fmt.shown(error)})") from error
+    return made, units
+
+
+def create_generation(
+    objects: Objects, number: int, made: Generation, fingerprint: str, units: UnitColumns
+) -> None:
+    """Store a generation, unless one is there. The file of its units is created before it."""
+    prefix = f"{fmt.generation_folder(number)}{fmt.UNIT_COLUMNS}"
+    file, data = named_by_content(prefix, units.columns)
+    objects.create(file.key, data)
+    body = made.to_json(fingerprint, file, len(units))
+    objects.create(fmt.generation_key(number), fmt.encode_record("generation", body))

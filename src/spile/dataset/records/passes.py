@@ -1,8 +1,8 @@
 """Passes: more taps of the rows that a dataset has.
 
 A pass is a folder of records like a dataset's own, so the code that commits, continues, seals and
-audits a dataset does so here: `PassLedger` is a ledger that is rooted at the folder, and takes the
-units from the dataset's table. Nothing of the dataset itself changes.
+audits a dataset does so here: a pass has a ledger that is rooted at the folder, and takes the units
+from the dataset's table. Nothing of the dataset itself changes.
 
 The name of a pass follows from its recipe. So two processes that add the same taps meet in one
 folder, and the same command continues. A dropped pass keeps its `dropped.json`; the same taps,
@@ -10,64 +10,52 @@ added again, get the next number.
 """
 
 import contextlib
-import itertools
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import asdict, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
-
-import numpy as np
 
 from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.recipe import OF_A_PASS, ResolvedRecipe, latent_names
 from spile.dataset.records import format as fmt
-from spile.dataset.records.format import Done, KeyLayout, TapInfo
+from spile.dataset.records.format import Done, TapInfo
 from spile.dataset.records.heartbeat import read_workers
-from spile.dataset.records.ledger import Ledger, Manifest, Table
-from spile.dataset.records.segments import KEPT_UNITS, Catalog, Totals
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.manifest import Manifest
+from spile.dataset.records.table import Table
 from spile.objects import Objects, exists
 from spile.objects.rooted import RootedObjects
 
 _SAME = ("rows", "tokens", "documents", "contexts", "text_digest")
 
 
-class PassLedger(Ledger):
-    """The records of one pass of a dataset."""
+class Pass:
+    """One pass of a dataset: its record, and what it asks of its units."""
 
     def __init__(self, dataset: Ledger, name: str, planned: Table | None = None) -> None:
         """Args:
         planned: the table of a pass that may not exist yet.
         """
-        objects: Objects = RootedObjects(dataset.objects, fmt.pass_prefix(name))
-        super().__init__(objects)
-        self.dataset, self.name, self._planned = dataset, name, planned
-
-    @property
-    def url(self) -> str:
-        return self.dataset.url
-
-    @property
-    def planned(self) -> Table | None:
-        return self._planned
-
-    @property
-    def layout(self) -> KeyLayout:
-        return self.dataset.layout
+        self.dataset, self.name, self.planned = dataset, name, planned
+        self.prefix = fmt.pass_prefix(name)
+        self.objects: Objects = RootedObjects(dataset.objects, self.prefix)
+        self.ledger = Ledger(self.objects, self)
 
     @property
     def is_dropped(self) -> bool:
         return exists(self.objects, fmt.DROPPED)
 
     def read_table(self) -> Table | None:
+        """Return the dataset's table, with the taps and the recipe of the pass."""
         return self.table_over(self.dataset.table())
 
     def table_over(self, base: Table) -> Table | None:
-        """Return the dataset's table, with the taps and the recipe of the pass."""
+        """Return a table of the dataset, with the taps and the recipe of the pass."""
         with named(self.name):
-            body = self._read(fmt.PASS, "pass")
+            body = fmt.read_record(self.objects, fmt.PASS, "pass")
         if body is None:
             return None
-        key = fmt.pass_prefix(self.name) + fmt.PASS
+        key = self.prefix + fmt.PASS
         try:
             recipe = ResolvedRecipe.from_json(body["recipe"])
             taps = {n: TapInfo.from_json(info) for n, info in body["taps"].items()}
@@ -87,10 +75,9 @@ class PassLedger(Ledger):
         agrees = recipe.fingerprint() == table.recipe.fingerprint() == table.fingerprint
         if body["rows"] != base.fingerprint or not agrees:
             raise CorruptError(key, "belongs to another dataset, or to another recipe")
-        self._units = len(base.units)
         return table
 
-    def create_table(self, table: Table, tokenizer: Mapping[str, bytes] | None = None) -> Table:
+    def create_table(self, table: Table) -> None:
         """Store the record of the pass, unless it is there.
 
         Two passes with the same tap may be begun at the same moment. Everybody who works on one
@@ -106,24 +93,53 @@ class PassLedger(Ledger):
         }
         created = self.objects.create(fmt.PASS, fmt.encode_record("pass", body))
         for other in live_passes(self.dataset):
-            if other.name != self.name and (both := table.taps.keys() & other.table().taps):
+            if other.name != self.name and (both := table.taps.keys() & other.ledger.table().taps):
                 if created:
                     self.drop()
                 raise ConfigError(
-                    f"{self.url}: another process has begun to add {min(both)}; wait for it, "
-                    "or leave it out of --add-taps"
+                    f"{self.dataset.url}: another process has begun to add {min(both)}; wait for "
+                    "it, or leave it out of --add-taps"
                 )
-        return self.table()
 
-    def table(self) -> Table:
-        table = self.read_table()
-        if table is None:
-            raise StoreError(f"{self.objects.url}: no pass there (no {fmt.PASS})")
-        return table
+    def drop(self) -> None:
+        """Record that the pass is dropped: nobody reads it from now on, and `gc` removes it."""
+        self.objects.create(fmt.DROPPED, fmt.encode_record("dropped", {}))
+
+    # -- its units --------------------------------------------------------------------------------
+
+    def refuse(self, done: Done) -> None:
+        """Raise if a unit must not be committed: its rows are not the dataset's, or it is late."""
+        url = self.dataset.url
+        if self.is_dropped:
+            taps = ", ".join((self.planned or self.ledger.table()).taps)
+            raise ConfigError(  # (which `supervise` does not answer by adding them again)
+                f"{url}: {taps} were dropped while they were being added; run the same command "
+                "again to add them anew"
+            )
+        differs = self.other_rows(done)
+        if differs:
+            raise StoreError(
+                f"{url}: unit {done.unit} has other rows than in the dataset ({differs}); "
+                "`spile verify` tells whether the dataset is damaged"
+            )
+
+    def other_rows(self, done: Done, base: Done | None = None) -> str | None:
+        """Return in what the rows of a unit differ from the dataset's; None if in nothing.
+
+        Args:
+            base: the dataset's record of the unit; read if it is not given.
+        """
+        base = base or self.dataset.read_done(done.unit)
+        if base is None:
+            return "it has no such unit"
+        made, wanted = _identity(done), _identity(base)
+        return next((name for name in made if made[name] != wanted[name]), None)
+
+    # -- what readers ask -------------------------------------------------------------------------
 
     def manifest_over(self, table: Table) -> Manifest | None:
         """Return the manifest, if the pass has every unit of the dataset."""
-        manifest = self.read_manifest(table.layout)
+        manifest = self.ledger.derived.read_manifest(table.layout)
         whole = manifest is not None and manifest.totals.units == len(table.units)
         return manifest if whole else None
 
@@ -146,43 +162,6 @@ class PassLedger(Ledger):
             table = self.table_over(base)
             return table if table and self.manifest_over(table) else None
 
-    def holds_rows(self) -> bool:
-        return True  # the dataset's
-
-    def check_weights(self, digests: Mapping[str, str]) -> None:
-        """Compare also with the weights of the dataset's other taps, as far as both read them."""
-        known = self.dataset.read_weights() or {}
-        shared = [name for name in known if name in digests]
-        self._refuse_other_weights(known, digests, shared)
-        super().check_weights(digests)
-
-    def commit(self, done: Done) -> bool:
-        """Create the done record of a unit whose rows are those of the dataset."""
-        if self.is_dropped:
-            taps = ", ".join((self._planned or self.table()).taps)
-            raise ConfigError(  # (which `supervise` does not answer by adding them again)
-                f"{self.url}: {taps} were dropped while they were being added; run the same "
-                "command again to add them anew"
-            )
-        differs = self.other_rows(done)
-        if differs:
-            raise StoreError(
-                f"{self.url}: unit {done.unit} has other rows than in the dataset ({differs}); "
-                "`spile verify` tells whether the dataset is damaged"
-            )
-        return super().commit(done)
-
-    def other_rows(self, done: Done, base: Done | None = None) -> str | None:
-        base = base or self.dataset.read_done(done.unit)
-        if base is None:
-            return "it has no such unit"
-        made, wanted = _identity(done), _identity(base)
-        return next((name for name in made if made[name] != wanted[name]), None)
-
-    def drop(self) -> None:
-        """Record that the pass is dropped: nobody reads it from now on, and `gc` removes it."""
-        self.objects.create(fmt.DROPPED, fmt.encode_record("dropped", {}))
-
 
 def recipe_of_pass(base: ResolvedRecipe, own: ResolvedRecipe) -> ResolvedRecipe:
     """Return a dataset's recipe with what is a pass's own."""
@@ -199,9 +178,9 @@ def pass_name(fingerprint: str, number: int) -> str:
     return f"{fingerprint[:16]}-{number}"
 
 
-def live_passes(dataset: Ledger) -> list[PassLedger]:
+def live_passes(dataset: Ledger) -> list[Pass]:
     """Return the passes of a dataset, complete or not, that are not dropped; by name."""
-    found = map(partial(PassLedger, dataset), pass_names(dataset.objects))
+    found = map(partial(Pass, dataset), pass_names(dataset.objects))
     return [each for each in found if exists(each.objects, fmt.PASS) and not each.is_dropped]
 
 
@@ -220,7 +199,7 @@ def every_worker(dataset: Ledger) -> dict[str, dict[str, Any]]:
     `folder` of each says where: it is that of a pass, or empty.
     """
     places = {"": dataset.objects}
-    places |= {fmt.pass_prefix(each.name): each.objects for each in live_passes(dataset)}
+    places |= {each.prefix: each.objects for each in live_passes(dataset)}
     return {
         name: {**record, "folder": folder}
         for folder, objects in places.items()
@@ -232,51 +211,8 @@ def every_done(dataset: Ledger) -> set[tuple[str, int]]:
     """Return the units that exist in a dataset and in its passes, each with its folder."""
     done = {("", unit) for unit in dataset.done_units()}
     for each in live_passes(dataset):
-        done |= {(fmt.pass_prefix(each.name), unit) for unit in each.done_units()}
+        done |= {(each.prefix, unit) for unit in each.ledger.done_units()}
     return done
-
-
-class JoinedUnits(Catalog):
-    """The units of a dataset, each with the shards of its passes as well.
-
-    A shard of a pass has a key of the dataset. All other files of a unit are the dataset's own.
-    """
-
-    def __init__(self, own: Catalog, passes: Mapping[str, Catalog]) -> None:
-        """Args:
-        passes: by folder; they hold the same units, in the same order.
-        """
-        vars(self).update(vars(own))  # (what that one has loaded is not loaded again)
-        self._own, self._passes = own, dict(passes)
-        self._done = lru_cache(KEPT_UNITS)(self._read)
-        for prefix, units in self._passes.items():
-            pairs = (units.units, own.units), (units.rows, own.rows)
-            if not all(np.array_equal(mine, theirs) for mine, theirs in pairs):
-                raise CorruptError(prefix + fmt.MANIFEST, "has other rows than the dataset")
-
-    def totals(self) -> Totals:
-        total = self._own.totals()
-        for units in self._passes.values():
-            total.bytes += units.totals().bytes
-        return total
-
-    def bytes_of(self, wanted: Callable[[str], bool]) -> int:
-        return sum(units.bytes_of(wanted) for units in (self._own, *self._passes.values()))
-
-    def __iter__(self) -> Iterator[Done]:
-        others = zip(*self._passes.values(), strict=True) if self._passes else itertools.repeat(())
-        return (self._with(done, found) for done, found in zip(self._own, others, strict=False))
-
-    def _read(self, at: int) -> Done:
-        return self._with(self._own[at], [units[at] for units in self._passes.values()])
-
-    def _with(self, done: Done, others: Iterable[Done]) -> Done:
-        shards = [
-            replace(shard, key=prefix + shard.key)
-            for prefix, other in zip(self._passes, others, strict=True)
-            for shard in other.shards
-        ]
-        return replace(done, shards=(*done.shards, *shards))
 
 
 @contextlib.contextmanager
@@ -304,8 +240,8 @@ def drop_taps(dataset: Ledger, asked: Sequence[str]) -> dict[str, int]:
         ConfigError: if a tap is not that of a pass, or a pass has others, too.
     """
     base = dataset.table()
-    passes = {each: each.table() for each in live_passes(dataset)}
-    chosen: dict[PassLedger, set[str]] = {}
+    passes = {each: each.ledger.table() for each in live_passes(dataset)}
+    chosen: dict[Pass, set[str]] = {}
     for name in asked:
         found = next(((p, tap) for p, t in passes.items() if (tap := _tap_named(t, name))), None)
         if found is not None:
@@ -328,7 +264,7 @@ def drop_taps(dataset: Ledger, asked: Sequence[str]) -> dict[str, int]:
             )
     gone: dict[str, int] = {}
     for each in chosen:
-        units = each.catalog_so_far(passes[each])
+        units = each.ledger.catalog_so_far(passes[each])
         gone |= {tap: units.bytes_of(tap.__eq__) for tap in passes[each].taps}
         each.drop()
     return gone

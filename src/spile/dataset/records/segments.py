@@ -6,16 +6,19 @@ gives the units of a dataset one by one: it holds the rows of each, and loads a 
 one of its units is asked for.
 """
 
+import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from spile.core.errors import CorruptError
+from spile.dataset.codec.shard import statistics_tensors
 from spile.dataset.codec.statistics import TapStats
 from spile.dataset.records import format as fmt
 from spile.dataset.records.columns import (
@@ -25,6 +28,8 @@ from spile.dataset.records.columns import (
     check_counts,
     check_ends,
     check_texts,
+    column_file,
+    columns_in,
     ends_of,
     ints,
     read_columns,
@@ -33,14 +38,14 @@ from spile.dataset.records.columns import (
     text_columns,
     texts_at,
 )
-from spile.dataset.records.format import Done, KeyLayout, Shard
+from spile.dataset.records.format import Done, KeyLayout, Shard, TapInfo
 from spile.objects import Objects
 
 _COUNTS = ("unit", "rows", "tokens", "documents", "contexts")
 _FILE_COUNTS = ("first", "count", "bytes")
 _FILE_TEXTS = ("tap", "name", "digest", "etag")
 _OPEN_SEGMENTS = 64  # each a memory map, or half a megabyte
-KEPT_UNITS = 1 << 12  # records of units, once made
+_KEPT_UNITS = 1 << 12  # records of units, once made
 _TOGETHER = fmt.GROUP_UNITS  # records in memory are cut like groups
 
 
@@ -253,6 +258,43 @@ def statistics_in(columns: Columns, taps: Mapping[str, Any]) -> dict[str, TapSta
     return {tap: TapStats.from_tensors(tap, columns, info.width) for tap, info in taps.items()}
 
 
+def read_statistics(
+    objects: Objects, done: Done, taps: Mapping[str, TapInfo]
+) -> dict[str, TapStats]:
+    """Return the statistics of a unit's rows, by tap; compare the file with its record."""
+    file = done.statistics
+    try:
+        data = objects.get(file.key)
+    except FileNotFoundError:
+        raise CorruptError(file.key, "is missing") from None
+    if len(data) != file.bytes:
+        raise CorruptError(file.key, f"has {len(data)} bytes, {file.bytes} were written")
+    if xxhash.xxh3_128_hexdigest(data) != file.digest:
+        raise CorruptError(
+            file.key, "checksum does not match (damaged, or another file in its place)"
+        )
+    return statistics_in(columns_in(file.key, data), taps)
+
+
+def derive_segment(
+    records: Sequence[Done], statistics: Iterable[Mapping[str, TapStats]]
+) -> Columns:
+    """Derive a segment from the done records of its group and the statistics that they name."""
+    total: dict[str, TapStats] = {}
+    for found in statistics:
+        merge_statistics(total, found)
+    return {**columns_of(records), **statistics_tensors(total)}
+
+
+def merge_statistics(total: dict[str, TapStats], more: Mapping[str, TapStats]) -> None:
+    """Add statistics to totals, by tap."""
+    for tap, stats in more.items():
+        if tap in total:
+            total[tap].merge(stats)
+        else:
+            total[tap] = replace(stats)
+
+
 # -- all units ---------------------------------------------------------------------------------
 
 
@@ -291,8 +333,9 @@ class Catalog(Sequence[Done]):
         rows: those of each unit; taken from the segments if they are not given.
         """
         self.objects, self.layout, self.parts = objects, layout, list(parts)
+        self._passes: Mapping[str, Catalog] = {}
         self._segment = lru_cache(_OPEN_SEGMENTS)(self._load)
-        self._done = lru_cache(KEPT_UNITS)(self._read)
+        self._done = lru_cache(_KEPT_UNITS)(self._read)
         counts = (part.units if isinstance(part, SegmentFile) else len(part) for part in parts)
         self._ends = ends_of(counts)
         if rows is None:
@@ -313,6 +356,22 @@ class Catalog(Sequence[Done]):
         known = list(records)
         groups = (known[at : at + _TOGETHER] for at in range(0, len(known), _TOGETHER))
         return cls(objects, layout, [Segment.of(group, layout) for group in groups])
+
+    def with_passes(self, passes: "Mapping[str, Catalog]") -> "Catalog":
+        """Return the same units, each with the shards of passes as well.
+
+        A shard of a pass has a key of the dataset. All other files of a unit are the dataset's own.
+
+        Args:
+            passes: by folder; they hold the same units, in the same order.
+        """
+        for prefix, units in passes.items():
+            pairs = (units.units, self.units), (units.rows, self.rows)
+            if not all(np.array_equal(mine, theirs) for mine, theirs in pairs):
+                raise CorruptError(prefix + fmt.MANIFEST, "has other rows than the dataset")
+        joined = copy.copy(self)  # (what this one has loaded is not loaded again)
+        joined._passes, joined._done = passes, lru_cache(_KEPT_UNITS)(joined._read)
+        return joined
 
     def segments(self) -> Iterator[Segment]:
         """Yield the segments in order, each loaded when it is its turn."""
@@ -339,6 +398,7 @@ class Catalog(Sequence[Done]):
         total = Totals()
         for segment in self.segments():
             total.add(segment.totals())
+        total.bytes += sum(units.totals().bytes for units in self._passes.values())
         return total
 
     def files_of_taps(self) -> dict[str, TapFiles]:
@@ -351,7 +411,8 @@ class Catalog(Sequence[Done]):
 
     def bytes_of(self, wanted: Callable[[str], bool]) -> int:
         """Return the bytes of files, chosen by their tap."""
-        return sum(of.bytes for tap, of in self.files_of_taps().items() if wanted(tap))
+        own = sum(of.bytes for tap, of in self.files_of_taps().items() if wanted(tap))
+        return own + sum(units.bytes_of(wanted) for units in self._passes.values())
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -368,7 +429,8 @@ class Catalog(Sequence[Done]):
         return self._done(at % len(self))
 
     def __iter__(self) -> Iterator[Done]:
-        return (segment.done(at) for segment in self.segments() for at in range(len(segment)))
+        own = (segment.done(at) for segment in self.segments() for at in range(len(segment)))
+        return map(self._joined, own, *self._passes.values())
 
     def _read(self, at: int) -> Done:
         number = int(np.searchsorted(self._ends, at, side="right"))
@@ -376,7 +438,18 @@ class Catalog(Sequence[Done]):
         done = self._segment(number).done(at - before)
         if done.rows != self.rows[at]:
             raise CorruptError(fmt.MANIFEST, f"says another number of rows of unit {done.unit}")
-        return done
+        return self._joined(done, *(units[at] for units in self._passes.values()))
+
+    def _joined(self, done: Done, *others: Done) -> Done:
+        """Return the record of a unit with the shards of its records in passes."""
+        if not others:
+            return done
+        shards = [
+            replace(shard, key=prefix + shard.key)
+            for prefix, other in zip(self._passes, others, strict=True)
+            for shard in other.shards
+        ]
+        return replace(done, shards=(*done.shards, *shards))
 
     def _load(self, number: int) -> Segment:
         part = self.parts[number]
@@ -408,3 +481,10 @@ def read_segment(objects: Objects, part: SegmentFile, layout: KeyLayout) -> Segm
     if int(segment.rows.sum()) != part.rows:
         raise CorruptError(key, "does not hold as many rows as the manifest says")
     return segment
+
+
+def sealed_segment(objects: Objects, key: str, layout: KeyLayout) -> tuple[SegmentFile, Segment]:
+    """Read a segment that no manifest names yet; return it as a manifest would name it, too."""
+    data = objects.get(key)
+    segment = Segment(key, columns_in(key, data), layout)
+    return SegmentFile(column_file(key, data), len(segment), int(segment.rows.sum())), segment

@@ -5,7 +5,7 @@ every unit uses the column.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, overload
 
 import numpy as np
@@ -14,6 +14,7 @@ from spile.core.errors import CorruptError
 from spile.core.units import Span, Unit
 from spile.dataset.records import format as fmt
 from spile.dataset.records.columns import (
+    ColumnFile,
     Columns,
     Ints,
     check_counts,
@@ -21,10 +22,12 @@ from spile.dataset.records.columns import (
     check_texts,
     ends_of,
     ints,
+    read_columns,
     run_of,
     text_columns,
     texts_at,
 )
+from spile.objects import Objects
 
 _COUNTS = ("first_doc", "num_docs", "tokens")
 _SPAN = ("file", "first", "count", "start", "stop", "before")
@@ -251,3 +254,16 @@ def _check(key: str, columns: Columns, count: int) -> None:
     docs = columns.get("span/doc")
     if docs is None or docs.dtype != np.int64 or docs.shape != (spans,) or (docs < _NONE).any():
         raise CorruptError(key, f"does not hold span/doc of {spans}")
+
+
+def read_units(objects: Objects, told: Any, prefix: str) -> UnitColumns:
+    """Return the units in the file that a record names; they are read when first needed.
+
+    Args:
+        told: `units` of the record.
+        prefix: that of the file's key.
+    """
+    if not fmt.is_count(told["count"]):
+        raise ValueError("the number of units is not a number")
+    file = ColumnFile.from_json(told, prefix)
+    return UnitColumns(told["count"], partial(read_columns, objects, file), file.key)

@@ -19,7 +19,8 @@ from typing import Any
 import spile
 from spile.core.config import RayOptions, Recipe, Runtime
 from spile.core.errors import ConfigError, Interrupted, StoreError, WorldError
-from spile.dataset.records.ledger import Ledger, Table
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.table import Table
 from spile.fleet.ray.actor import RayHost
 from spile.fleet.ray.placement import Placement, Placements, connect, lost
 from spile.metrics import Counters

@@ -6,8 +6,8 @@ from pathlib import PurePath
 from typing import Any
 
 from spile.dataset.records.format import TapInfo
-from spile.dataset.records.ledger import Table
 from spile.dataset.records.segments import Totals
+from spile.dataset.records.table import Table
 
 _FILES = 8  # most corpus files to name
 _SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")

@@ -30,8 +30,9 @@ from spile.dataset.maintain.signature import decode_list
 from spile.dataset.read.checked_file import CheckedFile
 from spile.dataset.records import format as fmt
 from spile.dataset.records.format import Shard, TapInfo
-from spile.dataset.records.ledger import named_files, table_records
+from spile.dataset.records.manifest import named_files
 from spile.dataset.records.passes import pass_names
+from spile.dataset.records.table import read_tokenizer, table_records
 from spile.interop.hub.card import write_card
 from spile.objects import Objects, exists, open_objects
 
@@ -180,7 +181,7 @@ class _Source:
         for part in self.parts:
             # (The units of a pass are in the dataset's own files.)
             known = named_files(part.table) if part.prefix else set[str]()
-            named = named_files(part.table, *part.ledger.manifests(part.table)) - known
+            named = named_files(part.table, *part.ledger.derived.manifests(part.table)) - known
             found += [part.prefix + key for key in sorted(named)]
         return found + self._digests(rest)
 
@@ -200,7 +201,7 @@ class _Source:
             except FileNotFoundError:
                 continue  # not every dataset has scales or was checked; a pass has no table
             fmt.decode_record(key, found[key], kind)
-        ledger.read_tokenizer(table)  # (refuses damage)
+        read_tokenizer(ledger.objects, table)  # (refuses damage)
         return found
 
     def dropped(self, files: Mapping[str, Any]) -> dict[str, bytes]:

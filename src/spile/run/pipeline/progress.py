@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from spile.dataset.records.heartbeat import Presence
-from spile.dataset.records.ledger import Prediction, create_prediction, read_prediction
+from spile.dataset.records.prediction import Prediction, create_prediction, read_prediction
 from spile.metrics import Counters
 from spile.objects import Objects
 

@@ -11,7 +11,7 @@ from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.verify import verify
 from spile.dataset.records import format as fmt
 from spile.dataset.records.format import is_amount
-from spile.dataset.records.ledger import Prediction, create_prediction, read_prediction
+from spile.dataset.records.prediction import Prediction, create_prediction, read_prediction
 from support import stored
 
 EXPECTED = Prediction(tokens=26, rows=26, bytes=900, seconds=1.5, device="cpu", mesh="1")

@@ -1,0 +1,286 @@
+"""The unit table of a dataset: its recipe, taps and units, read and created."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import xxhash
+
+from spile.core.errors import CorruptError
+from spile.core.identity import contents_digest
+from spile.core.index import INDEX_DTYPE
+from spile.core.recipe import ResolvedRecipe
+from spile.dataset.records import format as fmt
+from spile.dataset.records.columns import ColumnFile, column_file, named_by_content
+from spile.dataset.records.format import KeyLayout, TapInfo
+from spile.dataset.records.generations import Generation, read_generation
+from spile.dataset.records.unit_table import UnitColumns, read_units
+from spile.objects import Objects, exists
+
+_SMALL_SHARD, _FEW_SHARDS = 64 << 20, 100_000
+
+
+@dataclass(frozen=True)
+class Table:
+    """The unit table. `units` and `files` are JSON; corpus/ defines their meaning.
+
+    Both are those of all generations; `recipe` and `fingerprint` are what the dataset began with.
+    """
+
+    recipe: ResolvedRecipe
+    fingerprint: str
+    taps: Mapping[str, TapInfo]
+    files: tuple[Mapping[str, Any], ...]
+    units: UnitColumns
+    kept: float  # the share of tokens that become rows, estimated from a sample
+    # For a shuffled dataset (`maintain/shuffle.py`), whose units no longer hold the rows of their
+    # own documents: the seed, and the sum of all index entries (`maintain/scatter.py`).
+    shuffled: Mapping[str, Any] | None = None
+    tokenizer: Mapping[str, ColumnFile] = field(default_factory=dict[str, ColumnFile])
+    # For a dataset made of units of others (`maintain/assemble.py`): each of those, and its units.
+    made_of: tuple[Mapping[str, Any], ...] = ()
+    generations: tuple[Generation, ...] = ()
+    more_sources: tuple[str, ...] = ()  # of corpus files, beside the recipe's
+
+    @property
+    def layout(self) -> KeyLayout:
+        return KeyLayout(tuple(each.before for each in self.generations))
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Where the files of the corpus were found."""
+        if self.generations:
+            return self.generations[-1].sources
+        return (self.recipe.corpus_source, *self.more_sources)
+
+    @property
+    def whole_recipe(self) -> ResolvedRecipe:
+        """The recipe with the files and the limits of all generations."""
+        if not self.generations:
+            return self.recipe
+        newest = self.generations[-1]
+        return replace(
+            self.recipe,
+            corpus_source=newest.sources[0],
+            corpus=tuple(file["identity"] for file in self.files),
+            max_docs=newest.max_docs,
+            max_tokens=newest.max_tokens,
+        )
+
+    def at(self, generation: int) -> "Table":
+        """Return the table as it was at a generation; 0: before the first."""
+        if generation == len(self.generations):
+            return self
+        later = self.generations[generation:]
+        return replace(
+            self,
+            files=self.files[: len(self.files) - sum(len(each.files) for each in later)],
+            units=self.units.part(0, later[0].before),
+            generations=self.generations[:generation],
+        )
+
+    def every_generation(self) -> "list[Table]":
+        """Return the table as it was at each generation, the first of them before any."""
+        return [self.at(number) for number in range(len(self.generations) + 1)]
+
+    def grown(self, generation: Generation, units: UnitColumns) -> "Table":
+        """Return the table with a generation's units and files after its own."""
+        return replace(
+            self,
+            files=(*self.files, *generation.files),
+            units=self.units.followed_by(units),
+            generations=(*self.generations, generation),
+        )
+
+    def flattened(self) -> "Table":
+        """Return the same units as one table, for a dataset that is made from this one."""
+        if not self.generations:
+            return self
+        recipe = self.whole_recipe
+        return replace(
+            self,
+            recipe=recipe,
+            fingerprint=recipe.fingerprint(),
+            generations=(),
+            more_sources=self.sources[1:],
+        )
+
+    def to_json(self, units: ColumnFile) -> dict[str, Any]:
+        """Return the record's body; `units`: the file that holds the units."""
+        body: dict[str, Any] = {
+            "recipe": self.recipe.to_json(),
+            "fingerprint": self.fingerprint,
+            "taps": {name: asdict(info) for name, info in self.taps.items()},
+            "files": list(self.files),
+            "units": {**units.to_json(), "count": len(self.units)},
+            "kept": self.kept,
+            "tokenizer": {name: file.to_json() for name, file in self.tokenizer.items()},
+        }
+        if self.more_sources:
+            body["sources"] = list(self.sources)
+        if self.shuffled:
+            body["shuffled"] = dict(self.shuffled)
+        if self.made_of:
+            body["made_of"] = [dict(source) for source in self.made_of]
+        return body
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row: every tap and the index together."""
+        return sum(info.row_bytes for info in self.taps.values()) + INDEX_DTYPE.itemsize
+
+    def shard_limit(self, objects: Objects, wanted: int) -> int:
+        """Return the largest size of a shard in a store.
+
+        A bucket's client holds a shard until it is put whole. So shards are small there, and larger
+        only where a dataset would otherwise have more than a hundred thousand of them.
+        """
+        if objects.most_streamed is None:
+            return wanted
+        expected = int(self.units.tokens.sum() * self.kept) * self.row_bytes
+        return min(wanted, objects.most_streamed, max(_SMALL_SHARD, expected // _FEW_SHARDS))
+
+    @property
+    def order(self) -> str:
+        """The identity of the order of the rows."""
+        told = [self.fingerprint + "".join(f" +{each.before}" for each in self.generations)]
+        if self.made_of:
+            told.append(f"units {[source['units'] for source in self.made_of]}")
+        if self.shuffled:
+            told.append(f"shuffled {self.shuffled['seed']} {self.shuffled['drawn']}")
+        return ", ".join(told)
+
+
+def read_table(objects: Objects) -> Table | None:
+    """Return the unit table with all its generations, finished or not."""
+    table = _read_first(objects)
+    while table is not None:
+        number = len(table.generations) + 1
+        more = read_generation(objects, number, table.fingerprint, len(table.units))
+        if more is None:
+            break
+        table = table.grown(*more)
+    return table
+
+
+def _read_first(objects: Objects) -> Table | None:
+    """Return the unit table without its generations."""
+    body = fmt.read_record(objects, fmt.UNITS, "units")
+    if body is None:
+        return None
+    try:
+        table = Table(
+            recipe=ResolvedRecipe.from_json(body["recipe"]),
+            fingerprint=body["fingerprint"],
+            taps={n: TapInfo.from_json(info) for n, info in body["taps"].items()},
+            files=tuple(body["files"]),
+            units=read_units(objects, body["units"], fmt.UNIT_COLUMNS),
+            kept=float(body["kept"]),
+            shuffled=body.get("shuffled"),
+            tokenizer=_tokenizer_of(body.get("tokenizer", {})),
+            made_of=tuple(body.get("made_of", ())),
+            more_sources=tuple(body.get("sources", ())[1:]),
+        )
+        _audit(table)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CorruptError(fmt.UNITS, f"is not a unit table ({fmt.shown(error)})") from error
+    return table
+
+
+def create_table(
+    objects: Objects, table: Table, tokenizer: Mapping[str, bytes] | None = None
+) -> None:
+    """Store a table, unless one is there.
+
+    The files that it names are created before it. Their names follow from their content, so the
+    next try uses those of an interrupted one, or `gc` removes them.
+
+    Args:
+        tokenizer: the tokenizer's files by name; by default, those that the table names, which must
+            exist.
+    """
+    if exists(objects, fmt.UNITS):
+        return
+    if tokenizer:
+        named = {name: _tokenizer_file(name, data) for name, data in tokenizer.items()}
+        for name, data in tokenizer.items():
+            objects.create(named[name].key, data)
+        table = replace(table, tokenizer=named)
+    file, data = named_by_content(fmt.UNIT_COLUMNS, table.units.columns)
+    objects.create(file.key, data)
+    objects.create(fmt.UNITS, fmt.encode_record("units", table.to_json(file)))
+
+
+def table_records(table: Table) -> dict[str, str]:
+    """Return the keys of the records that a table and its generations have, and their kinds.
+
+    A manifest need not exist.
+    """
+    numbers = range(1, len(table.generations) + 1)
+    generations = {fmt.generation_key(number): "generation" for number in numbers}
+    manifests = {each.layout.manifest_key: "manifest" for each in table.every_generation()}
+    return {fmt.UNITS: "units", **generations, **manifests}
+
+
+def _audit(table: Table) -> None:
+    if not all(isinstance(part, dict) for part in table.files):
+        raise ValueError("a file is not an object")
+    if not all(
+        map(fmt.is_name, (table.fingerprint, *table.taps, *table.tokenizer, *table.sources))
+    ):
+        raise ValueError("a name is not a text")
+    for source in table.made_of:
+        runs = source["units"]
+        numbers = [number for first, last in runs for number in (first, last)]
+        if not all(map(fmt.is_count, (*numbers, source["first_doc"]))) or not all(
+            map(fmt.is_name, (source["url"], source["fingerprint"]))
+        ):
+            raise ValueError("what it was made of is invalid")
+    if table.shuffled is not None:
+        told: dict[str, Any] = {**table.shuffled}
+        if not fmt.is_count(told["seed"]) or not all(
+            map(fmt.is_name, (told["entries"], told["drawn"]))
+        ):
+            raise ValueError("the order of its rows is invalid")
+
+
+# -- the tokenizer -------------------------------------------------------------------------------
+
+
+def read_tokenizer(objects: Objects, table: Table) -> dict[str, bytes]:
+    """Return the tokenizer's files by name; none if the dataset holds none.
+
+    Raises:
+        CorruptError: if a file is missing or damaged, or they are not the recipe's.
+    """
+    files = {name: tokenizer_data(objects, name, file) for name, file in table.tokenizer.items()}
+    wanted = table.recipe.model.get("tokenizer")
+    known = [files[name] for name in fmt.TOKENIZER_FILES if name in files]
+    if files and wanted is not None and contents_digest(known) != wanted:
+        raise CorruptError(fmt.UNITS, "names another tokenizer than that of its recipe")
+    return files
+
+
+def tokenizer_data(objects: Objects, name: str, file: ColumnFile) -> bytes:
+    """Return one of the tokenizer's files; raise CorruptError if it is missing or damaged."""
+    advice = f"`spile verify --repair` restores it from the model's {name}"
+    try:
+        data = objects.get(file.key)
+    except FileNotFoundError:
+        raise CorruptError(file.key, f"is missing; {advice}") from None
+    if column_file(file.key, data) != file:
+        raise CorruptError(file.key, f"checksum does not match (damaged); {advice}")
+    return data
+
+
+def _tokenizer_file(name: str, data: bytes) -> ColumnFile:
+    digest = xxhash.xxh3_128_hexdigest(data)
+    return ColumnFile(fmt.tokenizer_key(digest, name), len(data), digest)
+
+
+def _tokenizer_of(told: Mapping[str, Any]) -> dict[str, ColumnFile]:
+    files = {name: ColumnFile.from_json(file, fmt.TOKENIZER) for name, file in told.items()}
+    for name, file in files.items():
+        if file.key != fmt.tokenizer_key(file.digest, name):
+            raise ValueError(f"not a file of a tokenizer: {file.key!r}")
+    return files
