@@ -242,7 +242,7 @@ def test_a_direction_is_uploaded_and_a_wrong_one_refused(
     expect(page.locator(".inspector")).to_contain_text(f"value {rows[4]:.3g}"[:9])
     (tmp_path / "bad.json").write_text('[1, "2"]')
     upload.set_input_files(tmp_path / "bad.json")
-    expect(page.get_by_role("alert")).to_contain_text("JSON of one list of numbers is wanted")
+    expect(page.get_by_role("alert")).to_contain_text("the JSON must be one list of numbers")
     assert [each for each in seen.complaints if "400" not in each] == []
     seen.complaints.clear()  # the browser's own word on the refusal
 

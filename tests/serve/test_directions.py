@@ -79,11 +79,11 @@ def test_whatever_else_is_refused_in_one_line(data: bytes) -> None:
 
 def test_a_direction_fits_a_tap() -> None:
     directions = Directions()
-    with pytest.raises(ConfigError, match="3 values; the taps have 5, 8"):
+    with pytest.raises(ConfigError, match="3 values, but the taps have 5, 8"):
         directions.add("x", npy(VECTOR), {5, 8})
     number = directions.add("of \x1bmine" + "x" * 200, npy(VECTOR), {3, 8})
     assert directions.get(number, 3).shape == (3,)
-    with pytest.raises(ConfigError, match="3 values, the tap 8"):
+    with pytest.raises(ConfigError, match="3 values, but the tap has 8"):
         directions.get(number, 8)
     with pytest.raises(ConfigError, match="no direction 99"):
         directions.get(99, 3)

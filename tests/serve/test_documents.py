@@ -259,7 +259,7 @@ def test_the_latents_of_a_token_are_told_by_id(sparse: Explorer) -> None:
     assert [each["latent"] for each in found["latents"]] == active.ids.tolist()
     assert [each["value"] for each in found["latents"]] == active.values.tolist()
     assert found["latents"][0]["latent"] == web_page.LOUD_LATENT
-    with pytest.raises(ConfigError, match="no row of the token at offset 99999"):
+    with pytest.raises(ConfigError, match="no row for the token at offset 99999"):
         sparse.latents_of(web_page.LATENT_TAP, 3, 99999)
 
 

@@ -115,7 +115,7 @@ def test_latents_are_told_by_id_and_their_ranks_by_nothing(tmp_path: Path, model
         server.api("positions", tap=web_page.LATENT_TAP)
         for wrong in ("channels", "projection"):
             refused = server.ask(f"/api/{wrong}?tap={web_page.LATENT_TAP}")
-            assert (refused.status, "see Latents" in refused.json["error"]) == (400, True)
+            assert (refused.status, "see the page Latents" in refused.json["error"]) == (400, True)
         for wrong in ("latents?tap=mlp_out.1", "top?tap=resid_post.1&latent=40", "latents?by=rank",
                       "token?doc=0&token=99999"):  # fmt: skip
             assert server.ask(f"/api/{wrong}").status == 400, wrong
@@ -147,7 +147,7 @@ def test_a_direction_is_handed_in_and_colours_tokens(server: web_page.Served) ->
     assert len(told["values"]) == told["tokens"]
     narrow = server.ask(f"/api/document?doc=0&tap=mlp_out.1&by=direction&direction={number}")
     assert narrow.status == 400
-    assert "12 values, the tap 5" in narrow.json["error"]
+    assert "12 values, but the tap has 5" in narrow.json["error"]
 
 
 def test_hostile_text_comes_as_json_and_nothing_else(server: web_page.Served) -> None:

@@ -56,8 +56,8 @@ class Old:
     """A flag of a former tool."""
 
     name: str
-    new: str  # the new flag; empty: none
-    how: str = ""  # in words; if there is no new flag, the reason
+    new: str  # the new flag; empty if there is none
+    how: str = ""  # how values change; if there is no new flag, the reason
     takes: str = "value"  # value | values | nothing
     choices: tuple[str, ...] = ()
 
@@ -78,7 +78,7 @@ class Translation:
     argv: tuple[str, ...]
     notes: tuple[str, ...]  # flags that are dropped, and why; defaults that are used
     files: Mapping[str, str]  # to write first
-    monitor: "Monitor | None" = None  # if given, run instead of the command
+    monitor: "Monitor | None" = None  # if set, it runs instead of the command
 
     def __str__(self) -> str:
         return shlex.join(("spile", *self.argv))
@@ -230,7 +230,7 @@ def legacy(arguments: argparse.Namespace) -> int:
     for name, text in made.files.items():
         path = Path(name)
         if path.exists() and path.read_text("utf-8") != text:
-            raise ConfigError(f"{name} is there and holds something else; move it away")
+            raise ConfigError(f"{name} exists and holds something else; move it away")
         path.write_text(text, "utf-8")
     given = argparse.Namespace(**{**vars(arguments), "argv": list(made.argv)})
     inner = arguments.parse(made.argv, given)
@@ -253,7 +253,7 @@ def translate(program: str, arguments: Sequence[str]) -> Translation:
         notes.append(f"--{name} is not given: {value}, as before")
     if program == "monitor":
         if not given["gcs_bucket"]:
-            raise ConfigError("--gcs_bucket is missing: whose progress?")
+            raise ConfigError("--gcs_bucket is missing; it names the dataset")
         out = _bucket(program, given)
         machines = _number("total_machines", given["total_machines"])
         asked = Monitor(out, machines, given["list_shards"], given["aggregate"])
@@ -268,7 +268,7 @@ def translate(program: str, arguments: Sequence[str]) -> Translation:
 
 
 def _left_out(program: str, given: Given, today: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Flags that were not given, with their old defaults; except those that `today` sets."""
+    """Return the old defaults of flags that were not given, except those that `today` sets."""
     settled = {word.partition("=")[0] for word in today}
     flags = {flag.name: flag for flag in PROGRAMS[program].flags}
     for name, value in _DEFAULTS[program].items():
@@ -281,7 +281,7 @@ def _left_out(program: str, given: Given, today: Sequence[str]) -> Iterator[tupl
 
 
 def _extract(program: str, given: Given, today: Sequence[str]) -> list[str]:
-    """The flags of `spile extract`, without those that `today` decides."""
+    """Return the flags of `spile extract`, without those that `today` sets."""
     words: list[str] = []
     settled = {word.partition("=")[0] for word in today}
     for flag, make in _MADE.items():
@@ -336,7 +336,7 @@ def _taps(program: str, given: Given) -> str:
 def _out(program: str, given: Given) -> str | None:
     if program == "launch" or given.get("upload_to_gcs"):
         if not given["gcs_bucket"]:
-            raise ConfigError("--gcs_bucket is missing: where should the dataset go?")
+            raise ConfigError("--gcs_bucket is missing; it says where the dataset goes")
         return _bucket(program, given)
     return given["output_dir"]
 
@@ -416,10 +416,10 @@ _MADE: dict[str, Callable[[str, Given], Any]] = {
 
 
 def _launch(given: Given) -> tuple[list[str], dict[str, str]]:
-    """The target and its flags, and the files that it reads."""
+    """Return the launch target with its flags, and the files that it reads."""
     deployment = given["deployment"]
     if deployment is None:
-        raise ConfigError("--deployment is missing: gcp_tpu, ssh or local?")
+        raise ConfigError("--deployment is missing; choose gcp_tpu, ssh or local")
     names = {"gcp_tpu": given["tpu_names"], "ssh": given["hosts"]}.get(deployment)
     machines = _machines(given)
     if deployment != "local" and not names:
@@ -446,7 +446,7 @@ def _machines(given: Given) -> int:
 
 @dataclass(frozen=True)
 class Monitor:
-    """The output of `monitor_extraction.py`, for a dataset of Spile."""
+    """Prints the output of `monitor_extraction.py` for a dataset of Spile."""
 
     out: str
     machines: int
@@ -477,7 +477,7 @@ class Monitor:
         return 0
 
     def states(self, status: "Status | None") -> list[str]:
-        """The state of each machine: COMPLETE, IN PROGRESS, STOPPED, NOT STARTED or ERROR."""
+        """Return each machine's state: COMPLETE, IN PROGRESS, STOPPED, NOT STARTED or ERROR."""
         if status is None:
             return ["NOT STARTED"] * self.machines
         by_share = {str(worker.get("share")): worker["state"] for worker in status.workers}

@@ -26,7 +26,9 @@ _SAMPLE_ROWS = 4096
 _MOST_POSITIONS = 1 << 17
 _GOLDEN = 0.6180339887
 KEPT = 24  # rows kept at each end of every channel
-_LATENT_BYTES = 256 << 20  # of all latents' top rows: the more latents, the fewer rows of each
+_LATENT_BYTES = (
+    256 << 20
+)  # limit for the top rows of all latents: the more latents, the fewer rows each
 _LARGE = 1e6  # beyond this, fourth powers need float64
 _NO_NUMBERS = np.zeros(0, np.int64)
 
@@ -43,15 +45,15 @@ class Block:
 
 
 class Blocks:
-    """Blocks to read, as columns: a large dataset has millions."""
+    """Blocks to read, stored as columns because a large dataset has millions."""
 
     def __init__(self, columns: np.ndarray) -> None:
-        """`columns`: unit, first row and number of rows of each."""
+        """`columns`: unit, first row and number of rows of each block."""
         self._columns, self._taken = columns, 0
 
     @classmethod
     def of_rows(cls, units: Ints, rows: Ints, most: int) -> "Blocks":
-        """Cut the rows of units into blocks of so many rows at most."""
+        """Cut the rows of units into blocks of at most `most` rows."""
         counts: Ints = -(-rows // most)
         before = np.repeat(np.cumsum(counts) - counts, counts)
         first: Ints = (np.arange(int(counts.sum())) - before) * most
@@ -59,16 +61,16 @@ class Blocks:
         return cls(np.stack([np.repeat(units, counts), first, sizes]))
 
     def and_then(self, more: "Blocks") -> "Blocks":
-        """Return the blocks that are left, then others."""
+        """Return the remaining blocks, followed by others."""
         return Blocks(np.concatenate([self._left, more._left], axis=1))
 
     def spread(self) -> "Blocks":
-        """Return those left, neighbours far apart, by multiples of the golden ratio."""
+        """Return the remaining blocks, spread over the dataset by multiples of the golden ratio."""
         order = np.argsort(np.arange(len(self)) * _GOLDEN % 1, kind="stable")
         return Blocks(self._left[:, order])
 
     def take(self) -> Block:
-        """Take out the next block."""
+        """Remove and return the next block."""
         self._taken += 1
         return Block(*self._columns[:, self._taken - 1].tolist())
 
@@ -82,7 +84,7 @@ class Blocks:
 
 @dataclass
 class Sample:
-    """Rows drawn from all that were read; the same rows of every tap."""
+    """A random sample of the rows read so far; the same rows for every tap."""
 
     index: np.ndarray
     units: np.ndarray
@@ -119,7 +121,7 @@ class Digest:
         row_bytes = sum(dataset.dtype(tap).itemsize * dataset.width(tap) for tap in dataset.taps)
         self._most_rows = max(self._block_rows, most_bytes // row_bytes)
         self._sample = _empty(self._widths)
-        self._drawn: list[Sample] = []  # not yet joined: joining copies the whole sample
+        self._drawn: list[Sample] = []  # not joined yet, because joining copies the whole sample
         self._dataset, self.rows_read = dataset, 0
         # A row is sampled if its key is below this: 20% more rows than the sample holds.
         self._limit = min(1.0, 1.2 * self._most_sampled / max(1, self.rows_wanted))
@@ -141,7 +143,7 @@ class Digest:
             self._thread.join()
 
     def see(self, dataset: Dataset) -> None:
-        """Take in the dataset as it is now, and read its new units too."""
+        """Continue with the dataset's current state: read its new units as well."""
         units, rows = np.array(dataset.units, np.int64), np.diff(dataset.unit_starts)
         new = ~np.isin(units, self._known)
         blocks = Blocks.of_rows(units[new], rows[new], self._block_rows)
@@ -152,7 +154,7 @@ class Digest:
 
     @property
     def rows_wanted(self) -> int:
-        """Rows to read of the dataset as it is now."""
+        """The number of rows to read of the dataset's current state."""
         return min(self._dataset.num_tokens, max(self._most_rows, self.rows_read))
 
     @property
@@ -165,12 +167,12 @@ class Digest:
 
     @property
     def sample(self) -> Sample:
-        """The sample as it is now; it is never modified."""
+        """The current sample, which is never modified."""
         return self._sample
 
     @property
     def version(self) -> tuple[tuple[str, ...], int, bool]:
-        """Changes when results made from the sample should be made again."""
+        """A key that changes when results computed from the sample are outdated."""
         return tuple(self._widths), len(self._sample).bit_length(), self.at_work
 
     def _run(self) -> None:
@@ -178,7 +180,7 @@ class Digest:
             try:
                 self._read(block)
             except SpileError as error:
-                # Show what can be read, and report what cannot.
+                # The page shows the blocks that can be read, and this error.
                 self.error = str(error)
                 _log.warning("%s", error)
 
@@ -255,7 +257,7 @@ def joined(samples: list[Sample]) -> Sample:
 
 
 def chosen_of(sample: Sample, which: np.ndarray) -> Sample:
-    """Some of a sample's rows."""
+    """Return some rows of a sample."""
     parts = (sample.index, sample.units, sample.rows, sample.keys)
     return Sample(
         *(part[which] for part in parts),
@@ -266,13 +268,13 @@ def chosen_of(sample: Sample, which: np.ndarray) -> Sample:
 def read_rows(
     dataset: Dataset, tap: str, start: int, stop: int, dtype: type[np.generic] = np.float32
 ) -> np.ndarray:
-    """Rows start..stop, [rows, channels]: each value of a row is a channel."""
+    """Read rows start..stop as [rows, channels]: each value of a row is a channel."""
     found = dataset.read(tap, start, stop)
     return found.reshape(len(found), dataset.width(tap)).astype(dtype)
 
 
 def top_rows_kept(latents: int) -> int:
-    """How many rows to keep for each latent; `latents` counts those of all taps."""
+    """Return the number of rows to keep for each latent; `latents` counts all taps' latents."""
     return max(1, min(KEPT, _LATENT_BYTES // (16 * max(1, latents))))
 
 
@@ -289,7 +291,7 @@ class Extremes:
         least = self.values[-1]
         beats = values > least
         if np.count_nonzero(beats) > 4 * beats.shape[1] * KEPT and len(values) > KEPT:
-            # At first nearly all do: sort only the block's own largest.
+            # At first nearly all rows do: sort only the largest of the block.
             cut = np.partition(values, len(values) - KEPT, axis=0)[len(values) - KEPT]
             beats &= values >= cut
         at, channels = np.nonzero(beats)
@@ -307,7 +309,7 @@ class Extremes:
         self.rows[:, touched] = numbers[best]
 
     def of(self, channel: int) -> list[tuple[float, int, int]]:
-        """(value, unit, row within it), the largest first."""
+        """Return (value, unit, row within the unit) of each kept row, the largest first."""
         parts = (part[:, channel].tolist() for part in (self.values, self.units, self.rows))
         return [hit for hit in zip(*parts, strict=True) if hit[1] >= 0]
 
@@ -326,9 +328,9 @@ class Moments:
         self.rows_at = np.zeros(positions, np.int64)
 
     def add(self, rows: np.ndarray, positions: np.ndarray, unit: int, first: int) -> np.ndarray:
-        """Add rows (float32) of a unit, from `first` on. Nonfinite values are counted and become 0.
+        """Add rows (float32) of a unit, from `first` on; count nonfinite values.
 
-        Returns the rows with those replaced.
+        Returns the rows with nonfinite values replaced by 0.
         """
         finite = np.isfinite(rows)
         if not finite.all():
@@ -431,7 +433,7 @@ class LatentExtremes:
             self._units[own, place], self._rows[own, place] = unit, rows[now]
 
     def of(self, latent: int) -> list[tuple[float, int, int]]:
-        """(value, unit, row within it), the largest first."""
+        """Return (value, unit, row within the unit) of each kept row, the largest first."""
         parts = (part[latent].tolist() for part in (self._values, self._units, self._rows))
         hits = [hit for hit in zip(*parts, strict=True) if hit[1] >= 0]
         return sorted(hits, key=lambda hit: (-hit[0], *hit[1:]))

@@ -13,8 +13,8 @@ from spile.core.bounded_json import Json, JsonError, parse_json
 from spile.core.errors import ConfigError
 from spile.core.npy import read_npy_header
 
-MOST_BYTES = 4 << 20  # of an uploaded one
-_MOST = 32  # kept
+MOST_BYTES = 4 << 20  # size of an upload
+_MOST = 32  # directions kept
 _MOST_NAME = 80
 _MAGIC = b"\x93NUMPY"
 
@@ -44,7 +44,7 @@ class Directions:
         values = parse(data)
         if len(values) not in widths:
             known = ", ".join(map(str, sorted(widths)))
-            raise ConfigError(f"a direction of {len(values)} values; the taps have {known}")
+            raise ConfigError(f"the direction has {len(values)} values, but the taps have {known}")
         shown = "".join(c if c.isprintable() else " " for c in name).strip()[:_MOST_NAME]
         with self._lock:
             number, self._next = self._next, self._next + 1
@@ -57,9 +57,11 @@ class Directions:
         with self._lock:
             found = self._kept.get(number)
         if found is None:
-            raise ConfigError(f"no direction {number}: hand it in again")
+            raise ConfigError(f"no direction {number}; upload it again")
         if len(found.values) != width:
-            raise ConfigError(f"{found.name} has {len(found.values)} values, the tap {width}")
+            raise ConfigError(
+                f"{found.name} has {len(found.values)} values, but the tap has {width}"
+            )
         return found.values
 
     def listed(self) -> list[dict[str, Any]]:
@@ -77,13 +79,13 @@ def parse(data: bytes) -> np.ndarray:
         ConfigError: if the bytes are not a vector, or it has no direction.
     """
     if len(data) > MOST_BYTES:
-        raise ConfigError(f"a direction of {len(data):,} bytes; at most {MOST_BYTES:,} are read")
+        raise ConfigError(f"the direction has {len(data):,} bytes; the limit is {MOST_BYTES:,}")
     values = _from_npy(data) if data.startswith(_MAGIC) else _from_json(data)
     with np.errstate(over="ignore"):
         values = values.astype(np.float64).reshape(-1)
     largest = float(np.abs(values).max(initial=0))
     if not math.isfinite(largest) or largest == 0:
-        raise ConfigError("a direction must be finite, and not zero")
+        raise ConfigError("a direction must be finite and not zero")
     values = values / largest
     return (values / np.linalg.norm(values)).astype(np.float32)
 
@@ -93,11 +95,11 @@ def _from_npy(data: bytes) -> np.ndarray:
     try:
         shape, dtype = read_npy_header(stream)
     except ValueError as error:
-        raise ConfigError(f"not a .npy file that can be read: {error}") from error
+        raise ConfigError(f"cannot read the .npy file: {error}") from error
     body = data[stream.tell() :]
-    # The header is untrusted: nothing is allocated by what it says.
+    # The header is untrusted: its sizes allocate nothing.
     if sum(size != 1 for size in shape) > 1 or math.prod(shape) * dtype.itemsize != len(body):
-        raise ConfigError("a .npy file of one vector is wanted, whole")
+        raise ConfigError("the .npy file must hold one whole vector")
     return np.frombuffer(body, dtype)
 
 
@@ -107,10 +109,10 @@ def _from_json(data: bytes) -> np.ndarray:
     except JsonError as error:
         raise ConfigError("neither a .npy file nor JSON") from error
     if not isinstance(value, list) or not value:
-        raise ConfigError("JSON of one list of numbers is wanted")
+        raise ConfigError("the JSON must be one list of numbers")
     if any(type(each) not in (int, float) for each in value):
-        raise ConfigError("JSON of one list of numbers is wanted")
+        raise ConfigError("the JSON must be one list of numbers")
     try:
         return np.array([float(each) for each in value])
     except OverflowError as error:
-        raise ConfigError("a number is beyond all measure") from error
+        raise ConfigError("a number is too large for float64") from error

@@ -33,9 +33,9 @@ MOST_TOKENS = 2048  # of a page
 _AROUND = 14  # tokens on each side of one shown in context
 _DOCUMENTS = 8  # kept in memory, for paging through them
 _LONGEST_BEGINNING = 16_384  # characters of a preview that are tokenized
-_FEW = 64  # with fewer sampled rows, a colour scale is taken from the page itself
+_FEW = 64  # with fewer sampled rows, the page itself determines the colour scale
 MOST_LISTED = 100
-_KEPT_BYTES = 192 << 20  # of tokens, and as many of tables, cached between searches
+_KEPT_BYTES = 192 << 20  # for tokens cached between searches, and as many for tables
 _SECONDS = 0.12  # per request
 
 
@@ -65,8 +65,8 @@ class PageTexts(Texts):
         self._encoder: TextTokenizer | None = None
 
     def encoded(self, text: str) -> list[int]:
-        """Token ids of a document with this text, including special tokens; empty if the dataset's
-        own tokenizer is not available."""
+        """Return the token ids of a document with this text, including special tokens; none if the
+        dataset's own tokenizer is not available."""
         if self.tokenizer is None or self.note is not None:
             return []
         try:
@@ -77,7 +77,7 @@ class PageTexts(Texts):
             return []
 
     def spellings(self, text: str) -> list[list[int]]:
-        """Token ids of a text at the beginning of a document, and after a space."""
+        """Return the token ids of a text at the beginning of a document, and after a space."""
         if self.tokenizer is None:
             return []
         tokenizer = self.tokenizer
@@ -125,7 +125,7 @@ class Explorer:
     def document(
         self, doc: int, start: int | None, count: int, colour: Colour, offset: int = 0
     ) -> dict[str, Any]:
-        """Some of a document's tokens, in reading order, with a number for each.
+        """Return some of a document's tokens, in reading order, with a number for each.
 
         Args:
                 start: the first row; None: the first of the page that holds the token at `offset`.
@@ -161,7 +161,7 @@ class Explorer:
         }
 
     def _gaps(self, found: Document, start: int, count: int, about: Mapping[str, Any]) -> list[Gap]:
-        """The gaps before each of a page's rows, and after the document's last row."""
+        """Return the gaps before each row of a page, and after the document's last row."""
         offsets = found.index["offset"].astype(np.int64)
         if len(found) >= about["tokens"]:
             return []
@@ -177,8 +177,8 @@ class Explorer:
         return gaps
 
     def _known(self, found: Document, about: Mapping[str, Any]) -> list[int]:
-        """Ids of a document's first tokens, stored or not, as far as its preview gives them: up
-        to the last stored token within the preview, if all stored ones agree."""
+        """Return the ids of a document's first tokens, stored or not, from its preview: up to the
+        last stored token that agrees with it."""
         preview = str(about["preview"] or "")
         ids = self.texts.encoded(preview[:_LONGEST_BEGINNING])
         offsets = found.index["offset"]
@@ -194,8 +194,8 @@ class Explorer:
     def _pieces(
         self, ids: Sequence[int], gaps: Sequence[Gap]
     ) -> tuple[list[str], list[list[str] | None]]:
-        """Texts of the rows' tokens, and of those in each gap; tokens are decoded together only if
-        they are neighbours in the document."""
+        """Return the texts of the rows' tokens, and of those in each gap; only tokens that are
+        neighbours in the document are decoded together."""
         pieces: list[str] = []
         missing: list[list[str] | None] = []
         waiting: list[tuple[Gap | None, Sequence[int]]] = []  # consecutive runs
@@ -224,7 +224,7 @@ class Explorer:
         return pieces, missing
 
     def _values(self, dataset: Dataset, rows: np.ndarray, colour: Colour) -> np.ndarray:
-        """The colouring number of each row."""
+        """Return the number that colours each row."""
         pair = pair_of(dataset, colour.tap)
         if pair is None:
             return self.numbers(_read(dataset, colour.tap, rows), colour)
@@ -236,8 +236,8 @@ class Explorer:
         return np.where(own, values, np.float32(0)).sum(axis=1)
 
     def numbers(self, rows: np.ndarray, colour: Colour) -> np.ndarray:
-        """A number for each row: its norm, one of its values, or its projection on a direction; for
-        latents also the number that are active."""
+        """Return a number for each row: its norm, one of its values, its projection on a direction,
+        or the number of active latents."""
         latents = bool(self.dataset.num_latents(colour.tap))
         if colour.by == "norm":
             return np.sqrt(np.einsum("ij,ij->i", rows, rows))
@@ -249,7 +249,7 @@ class Explorer:
             width = self.dataset.width(colour.tap)
             return rows @ self.directions.get(colour.direction, width)
         ways = "latent, active or norm" if latents else "norm, channel or direction"
-        raise ConfigError(f"tokens are coloured by {ways} of {colour.tap}")
+        raise ConfigError(f"tokens of {colour.tap} can be coloured by {ways}")
 
     def checked_latent(self, tap: str, latent: int) -> int:
         most = self.dataset.num_latents(tap)
@@ -264,8 +264,8 @@ class Explorer:
         return channel
 
     def scale(self, colour: Colour, values: np.ndarray) -> dict[str, Any]:
-        """The values of the palest and the deepest colour: from the sample, if there is one; for a
-        latent, 0 and the largest known value."""
+        """Return the values of the palest and the deepest colour, from the sample if there is one;
+        for a latent, 0 and the largest known value."""
         if colour.by == "latent":
             with self.digest.lock:
                 largest = float(self.digest.latents[colour.tap].largest[colour.latent])
@@ -283,9 +283,9 @@ class Explorer:
         return {"low": low, "high": max(high, low + 1e-12), "signed": low < 0}
 
     def top(self, tap: str, channel: int, end: str) -> dict[str, Any]:
-        """The rows read so far at which a channel is largest or smallest, in context."""
+        """Return the rows read so far at which a channel is largest or smallest, in context."""
         if end not in ("high", "low"):
-            raise ConfigError("a channel has a high and a low end")
+            raise ConfigError("end must be high or low")
         dataset = self.dataset
         tap = dataset.name(tap)
         channel = self.checked_channel(tap, channel)
@@ -299,7 +299,7 @@ class Explorer:
         return {"tap": tap, "channel": channel, "rows_read": read, **found}
 
     def top_of_latent(self, tap: str, latent: int) -> dict[str, Any]:
-        """The rows read so far in which a latent is largest, in context; and how often it fires."""
+        """Return the rows read so far in which a latent is largest, and how often it fires."""
         dataset = self.dataset
         with self.digest.lock:
             moments = self.digest.latents[tap]
@@ -310,12 +310,12 @@ class Explorer:
         return {"tap": tap, **told, **found}
 
     def latents_of(self, tap: str, doc: int, offset: int) -> dict[str, Any]:
-        """The stored latents of one token, by id, the largest first, and how often each fires."""
+        """Return the stored latents of one token, the largest first, and how often each fires."""
         dataset, document_of = self._now
         found: Document = document_of(doc)
         place = int(np.searchsorted(found.index["offset"], offset))
         if place == len(found) or found.index["offset"][place] != offset:
-            raise ConfigError(f"document {doc} has no row of the token at offset {offset}")
+            raise ConfigError(f"document {doc} has no row for the token at offset {offset}")
         row = int(found.rows[place])
         active = dataset.latents(tap, row, row + 1)
         with self.digest.lock:
@@ -363,7 +363,7 @@ class Explorer:
         }
 
     def snippet(self, entries: np.ndarray) -> str:
-        """The text of consecutive rows; ⋯ marks tokens that are missing between them."""
+        """Return the text of consecutive rows; ⋯ marks missing tokens."""
         gaps = gaps_between(entries["offset"])
         pieces = self._pieces(entries["token_id"].tolist(), gaps)[0]
         for gap in gaps:
@@ -372,7 +372,7 @@ class Explorer:
 
 
 def described(moments: LatentMoments, latent: int) -> dict[str, Any]:
-    """How often a latent fires, and how strongly, in the rows read so far."""
+    """Return how often and how strongly a latent fires in the rows read so far."""
     fires = int(moments.fires[latent])
     return {
         "latent": latent,
@@ -384,20 +384,20 @@ def described(moments: LatentMoments, latent: int) -> dict[str, Any]:
 
 
 def gaps_between(offsets: np.ndarray) -> list[Gap]:
-    """Gaps between consecutive rows that are not neighbours in their document."""
+    """Return the gaps between consecutive rows that are not neighbours in their document."""
     steps = np.diff(offsets.astype(np.int64)) - 1
     return [Gap(at + 1, int(steps[at])) for at in np.flatnonzero(steps > 0).tolist()]
 
 
 def around(dataset: Dataset, unit: int, row: int) -> tuple[int, np.ndarray, int]:
-    """The rows around a row, within its context: the first, their index, and the row's place."""
+    """Return the rows around a row, within its context: the first, their index, its place."""
     rows = dataset.rows_of_unit(unit)
     assert rows  # (a unit that was done stays done)
     row += rows[0]
     low, high = max(row - _AROUND, rows[0]), min(row + _AROUND + 1, rows[1])
     entries = dataset.index(low, high)
     at = row - low
-    # The rows of a context are stored together; the first has a flag, unless it was left out.
+    # The rows of a context are stored together; its first token has a flag, if it has a row.
     same = (entries["doc"] == entries["doc"][at]) & (
         np.sign(entries["pos"] - entries["pos"][at]) == np.sign(np.arange(len(entries)) - at)
     )
@@ -412,7 +412,7 @@ def around(dataset: Dataset, unit: int, row: int) -> tuple[int, np.ndarray, int]
 def _read(
     dataset: Dataset, tap: str, rows: np.ndarray, dtype: type[np.generic] = np.float32
 ) -> np.ndarray:
-    """Chosen rows, flattened, with one read for each run of consecutive ones."""
+    """Read chosen rows, flattened; each run of consecutive rows takes one read."""
     out = np.empty((len(rows), dataset.width(tap)), dtype)
     bounds = runs(rows)
     for low, high in zip(bounds, bounds[1:], strict=False):
@@ -436,7 +436,7 @@ class Finder:
         importlib.import_module("pyarrow").array(np.zeros(1))
 
     def listed(self, start: int, count: int) -> dict[str, Any]:
-        """Documents in stored order, read or skipped, from `start` on."""
+        """Return documents in stored order, read or skipped, from `start` on."""
         dataset = self._explorer.dataset
         units = np.asarray(dataset.units, np.int64)
         ends = np.cumsum(dataset.unit_documents)
@@ -510,7 +510,7 @@ class Finder:
         return self._tables.get(unit, read)
 
     def _tokens_of(self, dataset: Dataset, unit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens of a unit's rows, their documents, and their offsets in those."""
+        """Return the tokens of a unit's rows, with their documents and offsets."""
 
         def read() -> tuple[tuple[np.ndarray, ...], int]:
             rows = dataset.rows_of_unit(unit)
@@ -526,7 +526,7 @@ class Finder:
 def sequences(
     tokens: np.ndarray, docs: np.ndarray, offsets: np.ndarray, ids: Sequence[int]
 ) -> np.ndarray:
-    """Rows where the tokens `ids` follow one another in one document, with none missing."""
+    """Return the rows at which the tokens `ids` begin, consecutive in one document."""
     hits = np.flatnonzero(tokens[: max(0, len(tokens) - len(ids) + 1)] == ids[0])
     for step, token in enumerate(ids[1:], 1):
         follows = (docs[hits + step] == docs[hits]) & (offsets[hits + step] == offsets[hits] + step)
@@ -535,7 +535,7 @@ def sequences(
 
 
 def _matching(table: Any, text: str) -> np.ndarray:
-    """Rows of a table of documents that contain a text in any column."""
+    """Return the rows of a documents table that contain a text in any column."""
     pa = importlib.import_module("pyarrow")
     compute: Any = importlib.import_module("pyarrow.compute")
     hit: Any = None
@@ -559,7 +559,7 @@ class BoundedCache:
     """A cache of values by key; the least recently used are dropped first."""
 
     def __init__(self, most: int) -> None:
-        """`most`: limit on the sum of their sizes."""
+        """`most`: limit on the sum of the sizes."""
         self._most, self._held = most, 0
         self._values: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self._lock = threading.Lock()

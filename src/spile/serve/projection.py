@@ -1,4 +1,4 @@
-"""Views of sampled rows together: projections to the plane, and the similarity of taps."""
+"""Projections of sampled rows to the plane (PCA, UMAP), and similarities between taps."""
 
 import importlib
 import importlib.util
@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-_ROUNDS = 8  # of power iteration
-_BESIDE = 8  # directions followed besides the wanted ones
+_ROUNDS = 8  # rounds of power iteration
+_BESIDE = 8  # extra directions, for faster convergence
 _MOST_FOR_GRAMS = 512
 
 
 def pca(rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Coordinates on the first principal axes, and the share of the variance of each."""
+    """Return coordinates on the first principal axes, and each axis's share of the variance."""
     count = min(count, *rows.shape)
     if count == 0:
         return np.zeros((len(rows), 0)), np.zeros(0)
@@ -36,14 +36,14 @@ def has_umap() -> bool:
 
 
 def umap(rows: np.ndarray) -> np.ndarray:
-    """Coordinates by umap-learn, which must be installed."""
+    """Return coordinates by umap-learn, which must be installed."""
     library: Any = importlib.import_module("umap")
     places, _ = pca(rows, 50)  # as its authors advise for wide rows
     return np.asarray(library.UMAP(n_components=2, random_state=0, n_jobs=1).fit_transform(places))
 
 
 def similarities(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Similarities between all taps: mean cosine of the same token's rows, and linear CKA.
+    """Return similarities between taps: mean cosine of the same token's rows, and linear CKA.
 
     The cosine of taps of different widths is NaN.
     """
@@ -62,7 +62,7 @@ def similarities(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _gram(rows: np.ndarray) -> np.ndarray:
-    """Inner products of centred rows, as a matrix of norm 1."""
+    """Return the inner products of centred rows, as a matrix of norm 1."""
     centred = rows - rows.mean(axis=0, keepdims=True) if len(rows) else rows
     # Scale first: products of large activations would overflow float32.
     centred = centred / max(float(np.abs(centred).max(initial=0)), 1e-30)

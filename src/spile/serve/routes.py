@@ -1,4 +1,4 @@
-"""The requests of the page, and the answers: numbers and texts, ready for JSON."""
+"""Answers to the requests of the page: numbers and texts, ready for JSON."""
 
 import logging
 import math
@@ -30,10 +30,10 @@ from spile.serve.run_history import RunHistory
 
 Parameters = Mapping[str, str]
 
-_CHANNELS = 60  # listed of a tap; also of latents
-_BARS = 24  # of a histogram of latents
-_POINTS = 2000  # of a projection
-_FIRST_POSITIONS = 16  # each shown by itself; later ones in groups
+_CHANNELS = 60  # channels or latents listed of a tap
+_BARS = 24  # bars of a histogram of latents
+_POINTS = 2000  # points of a projection
+_FIRST_POSITIONS = 16  # positions shown one by one; later ones are grouped
 _LONGEST_QUERY = 200
 _LARGE = 1 << 53
 _MOST_CACHED = 64
@@ -42,7 +42,7 @@ _log = logging.getLogger("spile.serve")
 
 
 class Answers:
-    """Answers all requests about one dataset, as long as it is served."""
+    """Answers all requests about one dataset while it is served."""
 
     def __init__(
         self,
@@ -88,7 +88,9 @@ class Answers:
         dataset = self.explorer.dataset
         widths = {dataset.width(tap) for tap in self.digest.moments}
         if not widths:
-            raise ConfigError("all taps here hold latents; a direction is of a dense tap")
+            raise ConfigError(
+                "every tap of this dataset holds latents; a direction needs a dense tap"
+            )
         number = self.explorer.directions.add(name, data, widths)
         return {"id": number, "directions": self.explorer.directions.listed()}
 
@@ -98,7 +100,8 @@ class Answers:
             self.explorer.see(dataset)
             self.digest.see(dataset)
             return
-        # Taps were added, or dropped: all rows are read again, since the same are drawn of each.
+        # Taps were added or dropped: read all rows again, because the sample has the same rows of
+        # every tap.
         before, self.digest = self.digest, Digest(dataset, self._most_bytes)
         self.explorer.digest = self.digest
         self.explorer.see(dataset)
@@ -134,7 +137,7 @@ class Answers:
         }
 
     def _read(self) -> dict[str, Any]:
-        """How many of the rows the shown statistics cover."""
+        """Return how many rows the shown statistics cover."""
         digest = self.digest
         rows = self.explorer.dataset.num_tokens
         return {
@@ -193,7 +196,7 @@ class Answers:
                     {
                         "tap": tap,
                         "norm": latents.norm,
-                        "kurtosis": None,  # ranks have no meaningful one
+                        "kurtosis": None,  # meaningless for ranks
                         "largest": latents.largest.max(initial=0),
                         "deviation": None,
                         "nonfinite": latents.nonfinite,
@@ -265,7 +268,8 @@ class Answers:
         def truncated() -> Ready:
             return Ready(dataset.statistics(tap).truncated)
 
-        # Each unit's file holds a part: read all once, in the background, when all are there.
+        # Each unit's file holds a part: read them once, in the background, when the dataset is
+        # complete.
         complete, units = dataset.is_complete, dataset.num_units
         cut = self._cache.ask(("truncated", tap), units, truncated)["value"] if complete else None
         return {
@@ -330,7 +334,7 @@ class Answers:
         return {**made, "tap": tap, "method": method, "read": self._read()}
 
     def _tap(self, asked: Parameters) -> str:
-        """The requested tap, or the first; for an encoded tap, the tap of its values."""
+        """Return the requested tap, or the first; for an encoded tap, the tap of its values."""
         dataset = self.explorer.dataset
         tap = asked.get("tap") or dataset.taps[0]
         pair = pair_of(dataset, tap)
@@ -340,7 +344,7 @@ class Answers:
         dense = self.digest.moments
         tap = self._tap(asked) if asked.get("tap") else next(iter(dense), self._tap(asked))
         if tap not in dense:
-            raise ConfigError(f"{tap} holds latents, which have no channels: see Latents")
+            raise ConfigError(f"{tap} holds latents, which have no channels; see the page Latents")
         return tap
 
     def _latent_tap(self, asked: Parameters) -> str:
@@ -362,7 +366,7 @@ class _Entry:
 
 
 class BackgroundCache:
-    """A cache of values by key, made in the background one at a time, and again when outdated."""
+    """A cache whose values are computed in the background, and again when outdated."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
@@ -370,7 +374,7 @@ class BackgroundCache:
         self._pool = ThreadPoolExecutor(1, "making")
 
     def ask(self, key: Hashable, version: Hashable, make: Callable[[], Any]) -> dict[str, Any]:
-        """Return the current value, perhaps of an older version, and whether one is being made.
+        """Return the latest value, perhaps outdated, and whether a newer one is being computed.
 
         A version that failed is not tried again: its error is returned.
         """
@@ -416,7 +420,7 @@ def number(
 
 @dataclass(frozen=True)
 class Ready:
-    """A value that is already plain JSON; it is made once and returned often."""
+    """A value that is already plain JSON, so that it is converted only once."""
 
     value: Any
 
@@ -445,7 +449,7 @@ def plain(value: Any) -> Any:
 
 
 def _edges(count: int) -> list[int]:
-    """Edges of groups of positions: single ones at first, then ever wider groups."""
+    """Return the edges of groups of positions: single positions first, then wider groups."""
     edges = [*range(min(count, _FIRST_POSITIONS) + 1)]
     while edges[-1] < count:
         edges.append(min(count, math.ceil(edges[-1] * 1.18)))
@@ -453,7 +457,7 @@ def _edges(count: int) -> list[int]:
 
 
 def _histogram(shares: np.ndarray) -> list[dict[str, Any]]:
-    """Count numbers in (0, 1] in a few bins, which have equal widths on a logarithmic scale."""
+    """Count numbers in (0, 1] in bins of equal width on a logarithmic scale."""
     if not len(shares):
         return []
     low = math.floor(math.log10(shares.min()))

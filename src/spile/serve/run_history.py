@@ -18,10 +18,10 @@ from spile.dataset.records.ledger import Ledger
 from spile.objects import Objects
 from spile.status.status import Status, read_status
 
-_SECONDS = 2.0  # between looks; at least `_PATIENCE` times as long as a look takes
+_SECONDS = 2.0  # between readings; at least `_PATIENCE` times as long as a reading takes
 _PATIENCE = 10
 _MOST_SAMPLES = 720
-_WINDOW = 120.0  # seconds over which the current rate is taken
+_WINDOW = 120.0  # seconds over which the current rate is averaged
 _COUNTED = ("tokens", "rows", "documents", "bytes", "units_done")
 
 _log = logging.getLogger("spile.serve")
@@ -29,7 +29,7 @@ _log = logging.getLogger("spile.serve")
 
 @dataclass(frozen=True)
 class TotalsSeen:
-    """Totals, and when they were read by this machine's clocks."""
+    """Totals, and the time of reading by this machine's clocks."""
 
     at: float  # since the epoch, to show
     clock: float  # monotonic, to subtract
@@ -37,14 +37,14 @@ class TotalsSeen:
 
 
 class RunHistory:
-    """Looks at a store until it is closed."""
+    """Reads a store's status repeatedly until it is closed."""
 
     def __init__(self, objects: Objects, grown: Callable[[], None]) -> None:
-        """`grown` is called when units have been done since the last look."""
+        """`grown` is called when units were finished since the last reading."""
         self._objects, self._grown = objects, grown
         self._lock = threading.Lock()
         self._samples: list[TotalsSeen] = []
-        self._every = 1  # keep one look out of this many
+        self._every = 1  # keep one reading out of this many
         self._looks = 0
         self._observer = HeartbeatObserver()
         self._made: dict[int, np.ndarray] = {}  # by group: when each unit was done, and its tokens
@@ -68,7 +68,7 @@ class RunHistory:
         return self._status
 
     def told(self) -> dict[str, Any]:
-        """Everything that the page shows about the run."""
+        """Return everything that the page shows about the run."""
         with self._lock:
             status, samples, curve = self._status, list(self._samples), self._curve
             silence = {w["name"]: self._observer.silence(w["name"]) for w in _workers(status)}
@@ -76,7 +76,7 @@ class RunHistory:
         for worker in [*told["workers"], *(w for each in told["passes"] for w in each["workers"])]:
             seconds = silence[worker["name"]]
             worker["silent"] = None if seconds is None else round(seconds, 1)
-        # Workers may report their rate; otherwise it follows from the units done.
+        # Use the rate that workers report; without one, derive it from the finished units.
         rate = told.get("rate") or _present_rate(samples)
         left = max(0, status.tokens_estimated - status.tokens)
         return {
@@ -126,7 +126,7 @@ class RunHistory:
                 self._samples, self._every = self._samples[::2], self._every * 2
 
     def _find_made(self) -> None:
-        """Read when units were done; groups that were whole before are not read again."""
+        """Read when units were finished; groups that were complete before are not read again."""
         ledger = Ledger(self._objects)
         table = ledger.table()
 
@@ -141,17 +141,17 @@ class RunHistory:
 
 
 def _workers(status: Status) -> list[dict[str, Any]]:
-    """The workers of a dataset, and those that add taps to it."""
+    """Return the workers of a dataset, including those that add taps."""
     return [worker for each in (status, *status.passes) for worker in each.workers]
 
 
 def _reached(status: Status) -> list[tuple[Any, ...]]:
-    """What readers can see: it changes when units are done, and when taps are added or dropped."""
+    """Return a key that changes when units are finished, or taps are added or dropped."""
     return [(*each.taps, each.state, each.units_done) for each in (status, *status.passes)]
 
 
 def _present_rate(samples: list[TotalsSeen]) -> float | None:
-    """Tokens per second over the last minutes."""
+    """Return the tokens per second over the last minutes."""
     if len(samples) < 2:
         return None
     last = samples[-1]
@@ -162,7 +162,7 @@ def _present_rate(samples: list[TotalsSeen]) -> float | None:
 
 
 def _cumulative(made: dict[int, np.ndarray]) -> list[dict[str, int]]:
-    """Tokens done by each time, in milliseconds as in browsers; some hundred points."""
+    """Return the finished tokens over time (milliseconds, as in browsers), some hundred points."""
     found = np.concatenate([np.empty((0, 2)), *made.values()])
     found = found[~np.isnan(found[:, 0])]
     found = found[np.argsort(found[:, 0], kind="stable")]

@@ -1,4 +1,4 @@
-"""The web page of `spile serve`: a small, read-only server, closed to strangers.
+"""The web server of `spile serve`: small, read-only, and closed to strangers.
 
 The address decides who may send requests. On loopback, any process of this machine may, but no web
 page of another origin: the Host header is checked, because another name may resolve to loopback. On
@@ -37,8 +37,8 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 _MOST_CONNECTIONS = 128
-_HEAD_SECONDS = 10.0  # for a request's head to arrive
-_ANSWER_SECONDS = 60.0  # after that, for the rest of the request and for the answer
+_HEAD_SECONDS = 10.0  # limit for a request's head to arrive
+_ANSWER_SECONDS = 60.0  # limit after that, for the rest of the request and the answer
 _BINARY = "application/octet-stream"
 
 _log = logging.getLogger("spile.serve")
@@ -52,7 +52,7 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 64
 
     def __init__(self, address: ListenAddress, answers: Answers) -> None:
-        """Listens on the address; raises if it cannot."""
+        """Listen on the address; raise ConfigError if it is not available."""
         self.answers = answers
         self.address = address
         self.loopback = address.is_loopback
@@ -72,13 +72,13 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """A URL that can be opened; one of several, if there are several addresses."""
+        """A URL that a browser can open; one of several, if there are several addresses."""
         port, scheme = self.server_address[1], "https" if self.tls else "http"
         link = f"{scheme}://{self.address.openable}:{port}/"
         return link + (f"?token={self.token}" if self.token else "")
 
     def server_bind(self) -> None:
-        """Bind without asking a name server for our name."""
+        """Bind without asking a name server for this machine's name."""
         TCPServer.server_bind(self)
 
     def get_request(self) -> tuple[Any, Any]:
@@ -110,7 +110,7 @@ class Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def allow(self, request: Any, seconds: float) -> None:
-        """Give a client so many seconds from now on."""
+        """Set a client's deadline, in seconds from now."""
         with self._lock:
             if request in self._deadlines:
                 self._deadlines[request] = time.monotonic() + seconds
@@ -131,7 +131,7 @@ class Server(ThreadingHTTPServer):
                     # Not `request.shutdown`: TLS would lose the object that its thread reads from.
                     socket.socket.shutdown(request, socket.SHUT_RDWR)
                 except OSError:
-                    continue  # it has already ended
+                    continue  # the connection has already ended
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -200,7 +200,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _post(self, path: str, asked: dict[str, str]) -> None:
         if path != "/api/directions":
-            return self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "this is only read")
+            return self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "this server is read-only")
         if not self._is_our_origin() or self.headers.get("Content-Type") != _BINARY:
             return self._refuse(HTTPStatus.FORBIDDEN, "only this page hands in directions")
         length = self.headers.get("Content-Length", "")
@@ -218,7 +218,7 @@ class Handler(BaseHTTPRequestHandler):
     # -- who may ask -------------------------------------------------------------------------
 
     def _is_our_host(self) -> bool:
-        """Whether the Host header names this machine: another name may resolve to it."""
+        """Return whether the Host header names this machine; other names may resolve to it."""
         if not self._ours.loopback:
             return True  # the token decides
         try:
@@ -257,7 +257,7 @@ class Handler(BaseHTTPRequestHandler):
     # -- answers -----------------------------------------------------------------------------
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
-        self.close_connection = True  # do not read what it still sends
+        self.close_connection = True  # do not read the rest of the request
         more = {"Allow": "GET, HEAD"} if status == HTTPStatus.METHOD_NOT_ALLOWED else {}
         self._send_json({"error": why}, status, {"Connection": "close", **more})
 
@@ -292,14 +292,14 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Refuse what the standard library rejects by itself: malformed requests, other methods."""
         refused = HTTPStatus.METHOD_NOT_ALLOWED if code == 501 else HTTPStatus(code)
-        self._refuse(refused, "this is only read" if code == 501 else refused.phrase)
+        self._refuse(refused, "this server is read-only" if code == 501 else refused.phrase)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: URLs may hold the token."""
 
 
 def page_files() -> dict[str, tuple[str, bytes]]:
-    """Every file that is served, by its URL path: there are no others."""
+    """Return every file that is served, by its URL path."""
     folder = importlib.resources.files("spile.serve") / "page"
     found = {
         f"/{file.name}": (_TYPES[file.name.rpartition(".")[2]], file.read_bytes())

@@ -159,13 +159,13 @@ def test_other_datasets_are_not_merged_and_one_line_says_what_differs(tmp_path: 
     refused(other("b", seq_len=4), "differ in seq-len: 8 and 4; extract both by one recipe")
     refused(other("c", every=2), "differ in every: None and 2")
     refused(other("d", corpus=("12-ab",)), "both hold the documents of 12-ab")
-    refused(other("e"), "have other int8 scales for q.1")
+    refused(other("e"), "have different int8 scales for q.1")
     weights = other("f")
     _share_scales(one, weights)
     weights.objects.delete(fmt.MODEL)
     weights.ledger.check_weights({"embed": "cc"})
-    refused(weights, "were made by other weights")
-    with pytest.raises(ConfigError, match="takes two datasets or more"):
+    refused(weights, "were made with different weights")
+    with pytest.raises(ConfigError, match="needs at least two datasets"):
         merge([one.objects], dest)
     shuffle(one.objects, LocalObjects(tmp_path / "mixed"), seed=1)
     with pytest.raises(ConfigError, match="was shuffled; merge the dataset that it was made from"):
@@ -201,10 +201,10 @@ def test_a_merge_says_in_one_line_why_a_place_or_a_dataset_does_not_fit(
     refused("holds no rows", stored.build(tmp_path / "d", ((0,),), **OTHER))
     home = LocalObjects(tmp_path / "home")
     home.create("letter.txt", b"dear")
-    refused("holds letter.txt, which is not of a dataset; choose an empty place", dest=home)
+    refused("holds letter.txt, which belongs to no dataset; choose an empty place", dest=home)
     with monkeypatch.context() as full:
         full.setattr(LocalObjects, "free_bytes", lambda self: 10)
-        refused(r"GB would be written, 0.00 GB are free")
+        refused(r"GB would be written, but only 0.00 GB are free")
     merge([one.objects, two.objects], dest)
     for sources in ([two, one], [one, stored.build(tmp_path / "f", ((4,),), **OTHER)]):
         with pytest.raises(ConfigError, match="holds another dataset, or other units or taps"):

@@ -265,7 +265,7 @@ def test_a_place_that_is_taken_is_refused(tmp_path: Path) -> None:
     refused(made.objects, other.objects, ConfigError, "holds another dataset")
     refused(made.objects, begun.objects, ConfigError, "holds another dataset")
     home = LocalObjects(tmp_path / "home")
-    refused(made.objects, home, ConfigError, "holds letter.txt, which is not of a dataset")
+    refused(made.objects, home, ConfigError, "holds letter.txt, which belongs to no dataset")
 
 
 def test_a_place_inside_the_source_or_around_it_is_refused(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_a_disk_that_is_too_small_is_refused(
     made = stored.copied(tmp_path / "out")
     monkeypatch.setattr(LocalObjects, "free_bytes", lambda self: 1000)
     dest = LocalObjects(tmp_path / "dest")
-    refused(made.objects, dest, ConfigError, r"GB would be written, 0.00 GB are free")
+    refused(made.objects, dest, ConfigError, r"GB would be written, but only 0.00 GB are free")
 
 
 def damages(made: stored.Stored, every: int) -> dict[str, list[int]]:

@@ -158,7 +158,7 @@ def test_another_dataset_is_not_overwritten(tmp_path: Path) -> None:
     assert contents(dest) == before
     (dest.root / fmt.UNITS).unlink()
     (dest.root / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="holds notes.txt, which is not of a dataset"):
+    with pytest.raises(ConfigError, match="holds notes.txt, which belongs to no dataset"):
         replicate(made.objects, dest)
     with pytest.raises(ConfigError, match="must not contain one another"):
         replicate(made.objects, LocalObjects(made.path / "inside"))

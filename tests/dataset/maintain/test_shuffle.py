@@ -268,7 +268,7 @@ def test_damage_of_the_source_or_between_passes_is_not_passed_on(
         return gathered(self, *arguments)
 
     monkeypatch.setattr(module._Shuffle, "_gathered", damaged)
-    with pytest.raises(CorruptError, match="its rows are not those that were read"):
+    with pytest.raises(CorruptError, match="its rows differ from those that were read"):
         shuffle(made.objects, dest, memory=6000)
     with pytest.raises(StoreError, match="no dataset there"):
         open_dataset(dest.url)
@@ -299,7 +299,7 @@ def test_places_that_are_taken_are_refused(tmp_path: Path) -> None:
         shuffle(made.objects, LocalObjects(made.path / "inside"))
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("dear")
-    with pytest.raises(ConfigError, match="not of a dataset"):
+    with pytest.raises(ConfigError, match="belongs to no dataset"):
         shuffle(made.objects, LocalObjects(tmp_path / "home"))
     assert os.listdir(tmp_path / "home") == ["letter.txt"]
 

@@ -1,10 +1,8 @@
-"""New datasets made of units of others: some taps or units of one, or all units of several.
+"""New datasets from units of others: some taps or units of one dataset, or all units of several.
 
-Rows are copied as they are, file by file; only what names units, taps or documents is written anew:
-the records, the statistics where taps are left out, and index and documents where a corpus follows
-another one, whose documents come first. The `made_by` of a done record says what the unit was made
-from; with it, the same command continues after a kill, and any other is refused. The table comes
-last, and says of which units the dataset was made.
+Files with rows are copied unchanged. Three kinds of files are rewritten: the records; the
+statistics, if taps are left out; and the index and documents of a merged dataset that is not the
+first, because its documents get new ordinals. The table comes last, and names the source units.
 """
 
 import itertools
@@ -34,7 +32,7 @@ from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.table import Table
 from spile.objects import Objects, check_creates_once
 
-COPIED_FROM = "copied"  # key in `made_by`: what the unit was made from
+COPIED_FROM = "copied"  # key of the origin in `made_by`
 
 Progress = Callable[[int, int], None]
 
@@ -53,17 +51,17 @@ class Assembled:
 
 @dataclass(frozen=True)
 class _Source:
-    """A dataset, and the units that are taken from it."""
+    """A source dataset, and the units to copy from it."""
 
     objects: Objects
     table: Table
     records: FinishedRecords
     units: Sequence[int]
-    first_doc: int = 0  # added to the ordinals of its documents
+    first_doc: int = 0  # offset of its documents' ordinals
 
     @property
     def runs(self) -> list[list[int]]:
-        """The units as runs: the first and the last of each."""
+        """The units as runs: the first and the last unit of each."""
         numbered = enumerate(self.units)
         runs = itertools.groupby(numbered, lambda pair: pair[1] - pair[0])
         return [[run[0][1], run[-1][1]] for run in (list(found) for _, found in runs)]
@@ -81,7 +79,7 @@ class _Source:
 
 
 def parse_units(text: str) -> list[int]:
-    """Return the units that a text such as `0-99,150` names, ascending."""
+    """Parse units such as `0-99,150`; return them in ascending order."""
     found: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,8})(?:-(\d{1,8}))?\s*", part)
@@ -99,13 +97,13 @@ def copy_part(
     units: Sequence[int] | None = None,
     progress: Progress | None = None,
 ) -> Assembled:
-    """Copy some taps or units of a finished dataset, as a dataset of its own; or continue.
+    """Copy some taps or units of a finished dataset as a new dataset, or continue such a copy.
 
-    Rows are counted anew; documents keep their ordinals.
+    Rows get new numbers; documents keep their ordinals.
 
     Args:
-        taps: all that are complete, if not given; as for `export`.
-        units: all if not given; ascending.
+        taps: by default, all complete taps; as for `export`.
+        units: in ascending order; by default, all.
     """
     refuse_nested(source, dest)
     table, records = open_finished(source, taps)
@@ -116,7 +114,7 @@ def copy_part(
         )
     if table.shuffled and len(chosen) < len(table.units):
         raise ConfigError(
-            f"--units: {source.url} was shuffled, so the rows of its documents lie all over it; "
+            f"--units: {source.url} was shuffled, so each unit holds rows of all documents; "
             "copy units of the dataset that it was made from"
         )
     part = _Source(source, table, records, chosen)
@@ -131,16 +129,15 @@ def copy_part(
 def merge(
     sources: Sequence[Objects], dest: Objects, *, progress: Progress | None = None
 ) -> Assembled:
-    """Join finished datasets of one recipe over different documents; or continue.
+    """Join finished datasets of one recipe over different documents, or continue such a merge.
 
-    Units keep their order, dataset by dataset. Documents of each follow those of the one before, in
-    number and in order.
+    Units and documents are numbered on from dataset to dataset, and keep their order.
 
     Raises:
-        ConfigError: if anything but the corpus differs; the message says what.
+        ConfigError: if anything but the corpus differs; the message names it.
     """
     if len(sources) < 2:
-        raise ConfigError("merge takes two datasets or more, and a place for the new one")
+        raise ConfigError("merge needs at least two datasets, and a place for the new one")
     parts: list[_Source] = []
     for objects in sources:
         refuse_nested(objects, dest)
@@ -176,7 +173,7 @@ def merge(
 
 
 def _documents(table: Table) -> int:
-    """Return the number of documents of a corpus, read or not."""
+    """Return the number of documents in a corpus, read or skipped."""
     _, first, count = table.units.doc_runs
     return int((first + count).max(initial=0))
 
@@ -206,10 +203,10 @@ def _refuse_different(one: _Source, other: _Source) -> None:
     for tap in scales[0]:
         if not np.array_equal(scales[0][tap], scales[1].get(tap, ())):
             raise ConfigError(
-                f"{named} have other int8 scales for {tap}, so their rows cannot share one dataset"
+                f"{named} have different int8 scales for {tap}, so they cannot be merged"
             )
     if one.records.weights() != other.records.weights():
-        raise ConfigError(f"{named} were made by other weights ({fmt.MODEL} differs)")
+        raise ConfigError(f"{named} were made with different weights ({fmt.MODEL} differs)")
 
 
 # -- both ------------------------------------------------------------------------------------------
@@ -257,10 +254,10 @@ def _units(
 
 
 def _commit(new: NewDataset, number: int, source: Done, files: Sequence[Shard]) -> Done:
-    """Create the record of a unit; return it, or that which is there.
+    """Create the record of a unit and return it, or return the existing one.
 
     Args:
-        files: those of the copy; none if it is there.
+        files: the copied files; empty if the unit is there already.
     """
     # The origin is equal only for the same unit of the same dataset.
     origin = {"unit": source.unit, "record": summarize([source]).digest}
@@ -284,7 +281,7 @@ def _commit(new: NewDataset, number: int, source: Done, files: Sequence[Shard]) 
 def _files(
     part: _Source, done: Done, number: int, table: Table, copier: FileCopier
 ) -> Iterator[Callable[[], Shard]]:
-    """Yield what makes each file of a unit: the shards of its taps, then the files beside them."""
+    """Yield a function that makes each file of a unit: shards, then the files beside them."""
     prefix = table.layout.attempt_prefix(number, done.attempt)
 
     def key(file: Shard) -> str:

@@ -1,8 +1,6 @@
 """Compaction: the same rows in the same order, in few large shards, as a new dataset.
 
-Consecutive units are merged up to a size, and shards are cut anew. The `made_by` of a done record
-says what the unit was made from; with it, the same command continues after a kill, and any other is
-refused.
+Consecutive units are merged up to a size, and their rows are cut into new shards.
 """
 
 import logging
@@ -40,9 +38,9 @@ from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import Objects, check_creates_once
 
 UNIT_BYTES = 64 << 30
-COMPACTED = "compacted"  # key in `made_by`: what the unit was made from
+COMPACTED = "compacted"  # key of the origin in `made_by`
 
-# Limits for a merged unit: its index and its documents are held whole, as in extract.
+# Limits for a merged unit: its index and documents are held in memory, as in extract.
 _INDEX_BYTES = 128 << 20
 _DOCUMENTS_BYTES = 128 << 20
 
@@ -67,20 +65,20 @@ class Compacted:
 class _Source:
     """A finished dataset, and how its units are merged.
 
-    A record is read once, when the unit that it becomes part of is made, or is found made already.
-    The files that it names are then taken from the manifest, with which it was compared.
+    Each record is read once, when its merged unit is made or checked. It is compared with the
+    manifest, which then provides the files.
     """
 
     objects: Objects
     table: Table
     records: FinishedRecords
-    ends: Ints  # of each merged unit: the one after the last of its units
+    ends: Ints  # for each merged unit, the end of its run of units
 
     def __len__(self) -> int:
         return len(self.ends)
 
     def units(self, number: int) -> range:
-        """Return the units that are merged into one."""
+        """Return the source units of a merged unit."""
         merged = run_of(self.ends, number)
         return range(merged.start, merged.stop)
 
@@ -89,15 +87,15 @@ class _Source:
         return int(starts[units.stop] - starts[units.start])
 
     def described(self, number: int) -> Iterator[Done]:
-        """Yield the units that are merged into one, without `made_by`."""
+        """Yield the source units of a merged unit, without `made_by`."""
         return map(self.records.catalog.__getitem__, self.units(number))
 
     def summary(self, number: int) -> RecordsSummary:
-        """Read the records that are merged into one, and sum them up."""
+        """Read and summarize the records of a merged unit's source units."""
         return self.records.summary(self.units(number))
 
     def origin(self, number: int, summary: RecordsSummary) -> dict[str, Any]:
-        """Return what a unit is made from; it is equal only for the same source and cut."""
+        """Return the origin of a merged unit, which is equal only for the same source and cut."""
         units = self.units(number)
         return {"units": [units[0], units[-1]], "records": summary.digest}
 
@@ -120,7 +118,7 @@ def compact(
     """Write a compacted copy of a finished dataset, or continue one.
 
     Args:
-        taps: all that are complete, if not given; as for `export`.
+        taps: by default, all complete taps; as for `export`.
         unit_bytes: limit on the stored files of a merged unit.
         shard_bytes: limit on a shard; lower if the store holds a stream in memory.
         compress: whether to write byte planes and zstd, whatever the source has.
@@ -165,7 +163,7 @@ def recopy(source: Objects, ledger: Ledger, units: Sequence[int], *, compress: b
     """Write some units of a compacted dataset again, from its source.
 
     Args:
-        ledger: that of the compacted dataset, for which the units are not done.
+        ledger: of the compacted dataset; in it these units are not done.
     """
     stored = ledger.table()
     table, records = open_finished(source, stored.recipe.stored_taps)
@@ -183,14 +181,14 @@ def recopy(source: Objects, ledger: Ledger, units: Sequence[int], *, compress: b
 
 
 def _other_source_error(source: Objects, ledger: Ledger) -> ConfigError:
-    return ConfigError(f"{source.url} is not the dataset that {ledger.objects.url} was made of")
+    return ConfigError(f"{source.url} is not the dataset that {ledger.objects.url} was made from")
 
 
 # -- the source ------------------------------------------------------------------------------
 
 
 def _ends(records: FinishedRecords, unit_bytes: int) -> Ints:
-    """Return where merged units of a size end; a unit is never split, however large."""
+    """Return where merged units end, given their size limit; a unit is never split."""
     ends: list[int] = []
     begun = size = rows = about = 0
     sizes = zip(records.bytes_of_units(), records.catalog.rows, strict=True)
@@ -205,7 +203,7 @@ def _ends(records: FinishedRecords, unit_bytes: int) -> Ints:
 
 
 def _ends_of(table: Table, stored: Table) -> Ints:
-    """Return where units end that are merged as in a compacted dataset, whatever its size was."""
+    """Return where the merged units of an existing compacted dataset end."""
     ends: list[int] = []
     number, docs = 0, table.units.num_docs
     for missing in stored.units.num_docs.tolist():

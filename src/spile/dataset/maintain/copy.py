@@ -48,17 +48,17 @@ from spile.objects import PROBES, Objects
 T = TypeVar("T")
 
 SHARD_BYTES = 1 << 30
-_ROOM = 1 << 30  # bytes of files on their way to a bucket, which holds each until it is put
+_ROOM = 1 << 30  # most bytes of files in memory: a bucket holds each until it is put
 _HELD_WINDOW = 65 << 20  # bytes of most shards, with a header
 
-COPIED = (fmt.MODEL, fmt.SCALES, fmt.CHECK)  # what `copy_records` and `copy_check` make
+COPIED = (fmt.MODEL, fmt.SCALES, fmt.CHECK)  # records that `copy_records` and `copy_check` write
 
 
 # -- the source ------------------------------------------------------------------------------
 
 
 def read_index(source: Objects, done: Done, first: int = 0, last: int | None = None) -> np.ndarray:
-    """Read entries first..last of a unit's index; all by default."""
+    """Return entries first..last of a unit's index; all by default."""
     last = done.rows if last is None else last
     index = np.empty(last - first, INDEX_DTYPE)
     file = CheckedFile(source, done.index)
@@ -75,7 +75,7 @@ def read_rows(
 ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
     """Yield rows first..last of a shard, a window at a time, with their scales if they have them.
 
-    The file is compared with its record after the last of them.
+    After the last row, the file is compared with its record.
     """
     last = shard.count if last is None else last
     file = CheckedFile(source, shard)
@@ -105,10 +105,10 @@ class FileCopier:
         self._window = WINDOW_BYTES if dest.most_streamed is None else _HELD_WINDOW
 
     def copy(self, source: Objects, file: Shard, key: str) -> Shard:
-        """Copy a file, compared with its record on the way; return the record of the copy.
+        """Copy a file, compare it with its record, and return the record of the copy.
 
         Args:
-            key: that of the copy.
+            key: the key of the copy.
         """
         with self._room(file.bytes), self._placing(key) as place:
             stream = self._dest.stream(place)
@@ -123,7 +123,7 @@ class FileCopier:
         return replace(file, key=key, etag=etag)
 
     def write(self, tensors: Mapping[str, np.ndarray], file: Shard, key: str) -> Shard:
-        """Write other tensors in the place of a file; return their record."""
+        """Write tensors instead of copying a file; return their record."""
         with self._placing(key) as place:
             writer = ShardWriter(self._dest, place, specs_of(tensors))
             try:
@@ -137,7 +137,7 @@ class FileCopier:
 
     @contextlib.contextmanager
     def _placing(self, key: str) -> Generator[str, None, None]:
-        """Yield the key to write under, from which a whole file gets its own."""
+        """Yield the key to write under; a whole file is then moved to `key`."""
         if self._dest.local_path(key) is None:
             yield key
             return
@@ -152,13 +152,13 @@ class FileCopier:
             ) from None
 
     def clean(self) -> None:
-        """Remove what killed processes left on their way, when the copy is whole."""
+        """Remove partial files of killed processes, once the copy is whole."""
         for key in list(self._dest.list(fmt.SCRATCH)):
             self._dest.delete(key)
 
     @contextlib.contextmanager
     def _room(self, size: int) -> Generator[None, None, None]:
-        """Wait until a file fits beside the others on their way; a larger one goes alone."""
+        """Wait until a file fits into memory beside others; one larger than that goes alone."""
         size = min(size, _ROOM) if self._dest.most_streamed is not None else 0
         with self._changed:
             self._changed.wait_for(lambda: self._free >= size)
@@ -320,18 +320,18 @@ def _place(objects: Objects) -> str:
 
 
 def refuse_strangers(objects: Objects, also: Collection[str] = ()) -> None:
-    """Refuse a place that holds files of no dataset; `also` gives more prefixes to accept."""
+    """Refuse a place with files that belong to no dataset; `also`: more prefixes to accept."""
     ours = (*fmt.FOLDERS, fmt.WORKERS, PROBES, *also)
     for key in objects.list():
         name = objects.leftover_of(key) or key
         if name not in fmt.RECORDS and not name.startswith(ours):
             raise ConfigError(
-                f"{objects.url} holds {key}, which is not of a dataset; choose an empty place"
+                f"{objects.url} holds {key}, which belongs to no dataset; choose an empty place"
             )
 
 
 def refuse_missing(ledger: Ledger, done: Done) -> None:
-    """Check that the files of a unit from an earlier run exist; it is not made again."""
+    """Check that the files of a unit from an earlier run exist: it is not made again."""
     missing = ledger.missing_files(done)
     if missing:
         raise CorruptError(
@@ -346,15 +346,16 @@ def refuse_if_too_large(dest: Objects, taps: Mapping[str, TapInfo], rows: int) -
     needed, free = each * rows, dest.free_bytes()
     if free is not None and needed > free:
         raise ConfigError(
-            f"{dest.url}: {needed / 1e9:.2f} GB would be written, {free / 1e9:.2f} GB are free"
+            f"{dest.url}: {needed / 1e9:.2f} GB would be written, but only "
+            f"{free / 1e9:.2f} GB are free"
         )
 
 
 def copy_records(source: Objects, records: FinishedRecords, dest: Objects) -> bool:
-    """Copy the records and the tokenizer, which also hold for the copy.
+    """Copy the tokenizer and the records beside the units, which also hold for the copy.
 
     Args:
-        records: those of the source.
+        records: the done records of the source.
 
     Returns:
         False if other records exist there.

@@ -1,4 +1,4 @@
-"""A whole copy of a dataset: the same records and the same files, byte for byte, somewhere else.
+"""A whole copy of a dataset: the same records and files, byte for byte, in another place.
 
 Every byte is hashed as it passes and compared with the record that names its file, so damage is
 never copied. A unit's files come before its record, all units before what is derived from them, and
@@ -34,7 +34,11 @@ from spile.objects.local import settle
 
 _NAMED = re.compile(r"(?:.*/)?(?:units|manifest|tokenizer)/([0-9a-f]{32})(?:\.safetensors|/[^/]+)")
 _SIGNED = re.compile(r"(?:.*/)?digests/\d{6}-([0-9a-f]{32})\.safetensors")
-_REPLACED = (fmt.CHECK, fmt.PREDICTION, *fmt.SIGNATURES)  # by every check, and every signature
+_REPLACED = (
+    fmt.CHECK,
+    fmt.PREDICTION,
+    *fmt.SIGNATURES,
+)  # rewritten by every check, and every signature
 _SEGMENT = re.compile(r"(?:.*/)?segments/\d{6}\.safetensors")
 
 
@@ -43,15 +47,15 @@ class Copied:
     """The result of a copy."""
 
     dest: str
-    units: int  # that the copy has now
-    units_total: int  # of the table
-    units_there: int  # before
-    files: int  # that were copied; records are files, too
-    bytes: int  # of those
+    units: int  # in the copy now
+    units_total: int  # in the table
+    units_there: int  # in the copy before
+    files: int  # copied, including records
+    bytes: int  # copied
 
 
 class _Count:
-    """What was copied, by several threads."""
+    """Counts of copied files, shared by several threads."""
 
     def __init__(self) -> None:
         self.units = self.there = self.files = self.bytes = 0
@@ -65,17 +69,17 @@ class _Count:
 
 @dataclass
 class _Beside:
-    """What a place holds beside its units."""
+    """The records and files of a dataset or pass that belong to no unit."""
 
     records: dict[str, bytes] = field(default_factory=dict[str, bytes])
     files: list[str] = field(default_factory=list[str])
-    digests: dict[str, str] = field(default_factory=dict[str, str])  # of segments, by key
+    digests: dict[str, str] = field(default_factory=dict[str, str])  # digests of segments, by key
 
 
 def replicate(
     source: Objects, dest: Objects, *, progress: Callable[[int, int], None] | None = None
 ) -> Copied:
-    """Copy all units of a dataset that are done, or those that a copy does not have yet.
+    """Copy all finished units of a dataset, or those that an earlier copy lacks.
 
     Args:
         progress: called with the number of units so far, and in all.
@@ -86,7 +90,7 @@ def replicate(
         refuse_strangers(dest, [fmt.SCRATCH])
     check_creates_once(dest)
     places = ["", *_passes(source)]
-    # Before the units: what is derived from records that come later is not carried.
+    # Read these before the units: a manifest that is written later may name units not copied.
     beside = {place: _beside_of(source, place) for place in places}
     groups = [(place, group) for place in places for group in _groups(source, place)]
     count, copier = _Count(), FileCopier(dest)
@@ -118,7 +122,7 @@ def replicate(
 
 
 def _passes(source: Objects) -> list[str]:
-    """Return the folders of the passes that are not dropped."""
+    """Return the folders of the passes that were not dropped."""
     found = map(fmt.pass_prefix, pass_names(source))
     return [place for place in found if not exists(source, place + fmt.DROPPED)]
 
@@ -130,7 +134,7 @@ def _groups(source: Objects, place: str) -> list[str]:
 
 
 def _beside_of(source: Objects, place: str) -> _Beside:
-    """Read the records beside the units, checked, and find the files."""
+    """Read and check the records beside the units, and list the files."""
     found = _Beside()
     keys = [place + name for name in fmt.RECORDS]
     folders = [place + folder for folder in fmt.DERIVED]
@@ -151,11 +155,11 @@ def _beside_of(source: Objects, place: str) -> _Beside:
         if data is None:
             continue
         found.records[key] = data
-        if not key.endswith(fmt.SIGNATURES):  # (which nothing but its key can check)
+        if not key.endswith(fmt.SIGNATURES):  # (only their ssh key can check these)
             body = fmt.check_record(key, data)
             for segment in body.get("segments", ()):
                 found.digests[place + segment["key"]] = segment["digest"]
-    # A segment that no manifest names yet follows from the records: it can be made anew.
+    # Leave out segments that no manifest names yet: they are derived from the done records.
     found.files = [
         key for key in sorted(found.files) if not _SEGMENT.fullmatch(key) or key in found.digests
     ]
@@ -236,7 +240,7 @@ def _copy_beside(
 
 
 def _check_file(key: str, data: bytes, digest: str | None) -> None:
-    """Compare a file with the digest that its key, or the record that names it, says."""
+    """Compare a file with the digest in its key, or in the record that names it."""
     named, signed = _NAMED.fullmatch(key), _SIGNED.fullmatch(key)
     if named is not None or digest is not None:
         sound = xxhash.xxh3_128_hexdigest(data) == (digest or (named and named[1]))

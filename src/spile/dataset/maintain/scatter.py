@@ -35,7 +35,7 @@ from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import PROBES, Objects
 from spile.objects.local import settle
 
-OWNER = "owner.json"  # says what the runs are made from
+OWNER = "owner.json"  # the origin of the runs
 WHOLE = "whole.json"  # written when a pass is finished and its rows match those of the pass before
 SHUFFLED = "shuffled"
 
@@ -49,7 +49,7 @@ Hashes = npt.NDArray[np.uint64]
 
 
 def entry_hashes(index: np.ndarray) -> Hashes:
-    """Return a hash of each entry of an index."""
+    """Return a hash of each index entry."""
     found = np.zeros(len(index), np.uint64)
     for name in index.dtype.names or ():
         found = _mixed(found ^ index[name].astype(np.int64).view(np.uint64))
@@ -180,7 +180,7 @@ class SourceRows:
 
     def __init__(self, objects: Objects, table: Table, records: FinishedRecords) -> None:
         self._objects, self._table, self._units = objects, table, records.catalog
-        self.sums = RowSums()  # empty: the sums of a source are not known
+        self.sums = RowSums()  # empty: a source's sums are unknown
 
     def parts(self, capacity: int) -> list[DatasetPart]:
         """Group small units; cut a large one at shard ends of its widest tap, if possible."""
@@ -232,7 +232,7 @@ class SourceRows:
                     at += len(values)
 
     def _taken(self, piece: NodePiece) -> Iterator[tuple[Done, int, int]]:
-        """Yield the units that have rows of a piece, and which of their rows."""
+        """Yield the units that overlap a piece, and their first and last row in it."""
         starts = self._units.starts
         unit = int(np.searchsorted(starts, piece.first, side="right")) - 1
         while unit < len(self._units) and starts[unit] < piece.last:
@@ -413,7 +413,8 @@ class ScatterPass:
 
 def lost_rows_error(objects: Objects) -> CorruptError:
     return CorruptError(
-        objects.url, "its rows are not those that were read; remove it and run the command again"
+        objects.url,
+        "its rows differ from those that were read; remove it and run the command again",
     )
 
 

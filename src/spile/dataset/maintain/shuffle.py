@@ -4,9 +4,7 @@ Rows are scattered (`scatter.py`) into parts that fit into memory; each part is 
 written. Units keep their numbers, their documents and the statistics of their documents' rows, so
 that the totals stay the same; the rows in a unit are random.
 
-The result does not open as a dataset before the sums of all rows (`RowSums`) have been found equal
-to the source's. `made_by` says what a unit was made from; with it, the same command continues after
-a kill, and any other is refused.
+The result does not open as a dataset until the sums of its rows (`RowSums`) equal the source's.
 """
 
 import contextlib
@@ -71,7 +69,7 @@ class Shuffled:
     units: int
     shards: int
     bytes: int
-    passes: int  # over all rows: the scattering ones, and the last
+    passes: int  # over all rows: scattering passes, plus the last
 
 
 def shuffle(
@@ -88,7 +86,7 @@ def shuffle(
     """Write a copy of a finished dataset with its rows in random order, or continue one.
 
     Args:
-        taps: all that are complete, if not given; as for `export`.
+        taps: by default, all complete taps; as for `export`.
         memory: bytes for rows; the order depends on it.
         scratch: where to keep rows between passes; it needs as many bytes as the dataset has (for a
             while twice as many, if there are more than two passes) [in `dest`, until it is done].
@@ -138,7 +136,7 @@ class _Shuffle:
 
     @cached_property
     def origin(self) -> dict[str, Any]:
-        """What the order follows from; equal only for the same source and the same settings."""
+        """What determines the order: equal only for the same source and settings."""
         return {
             "records": self.records.whole().digest,
             "seed": self.seed,
@@ -353,7 +351,7 @@ class _Writer:
         )
 
     def _documents(self) -> dict[str, np.ndarray]:
-        """Return the source's documents table, without the places of their rows."""
+        """Return the source's documents table, without each document's first row."""
         source, file = self._work.source, self._source.documents_table
         CheckedFile(source, file).check()
         tensors = read_tensors(source, file.key)

@@ -1,4 +1,4 @@
-"""Signatures: who vouches for a dataset, by a list of SHA-256 digests and ssh-keygen.
+"""Signatures of datasets: a list of SHA-256 digests, signed by ssh-keygen.
 
 Checksums in records detect damage, but an attacker who changes a file can change them, too. A file
 for each group of units therefore holds the SHA-256 of its records and of all files that they name.
