@@ -110,7 +110,7 @@ def compute(options: argparse.Namespace) -> dict[str, Any]:
     from spile.plan.estimate import batch_rows
     from spile.plan.job import prepare_unit
     from spile.plan.resolve import resolve
-    from spile.run import extract as local
+    from spile.run.step.load import StepLoader
     from spile.run.world.devices import prepared_device
 
     device = prepared_device()
@@ -118,7 +118,7 @@ def compute(options: argparse.Namespace) -> dict[str, Any]:
     job = resolve(recipe_of(options), ledger, device.platform)
     rows = batch_rows(job, Runtime(batch_tokens=options.batch_tokens), device.platform)
     begin = time.perf_counter()
-    step = local.load_step(job, ledger, device, partial(PackedUnit.batches, rows=rows))
+    step = StepLoader(job, ledger, device).step(partial(PackedUnit.batches, rows=rows))
     loaded = time.perf_counter() - begin
     begin = time.perf_counter()
     unit = job.units[0]

@@ -258,7 +258,8 @@ def parity(name: str, options: argparse.Namespace) -> None:
     from spile.models.files.checkpoint import open_checkpoint
     from spile.models.forward.weights import LayerSchedule, load_params
     from spile.models.taps import parse_taps
-    from spile.run.step.resident import Step
+    from spile.run.step.resident import ResidentStep
+    from spile.run.step.step import StepDevices, StepSettings
 
     config, layers = cut_config(name, LAYERS.get(name, options.layers))
     kind = getattr(transformers, config["architectures"][0])
@@ -310,12 +311,13 @@ def parity(name: str, options: argparse.Namespace) -> None:
 
     told = [f"HF {distance(floor):.4f}"]
     for wanted in options.attention.split(","):
-        step = Step(
-            params, checkpoint.arch, taps, schedule, compute_dtype="bfloat16",
-            store_dtype="bfloat16", device=jax.devices()[0], attention=wanted,
+        settings = StepSettings(
+            arch=checkpoint.arch, taps=taps, schedule=schedule, compute_dtype="bfloat16",
+            store_dtype="bfloat16", place=StepDevices(jax.devices()[0]), attention=wanted,
         )  # fmt: skip
         try:
-            values = np.asarray(step.compute(batch)[0][taps[0].name], np.float32)
+            ((rows, _),) = ResidentStep(params, settings).compute(batch)
+            values = np.asarray(rows[taps[0].name], np.float32)
         except Exception as error:
             told.append(f"{wanted}: {str(error).splitlines()[0][:80]}")
             continue
@@ -352,7 +354,8 @@ def measure(name: str, options: argparse.Namespace) -> None:
 
     from spile.models.config.hf_config import read_config
     from spile.models.taps import parse_taps
-    from spile.run.step.resident import Step
+    from spile.run.step.resident import ResidentStep
+    from spile.run.step.step import StepDevices, StepSettings
 
     config, layers = cut_config(name, None if name in WHOLE else LAYERS.get(name, options.layers))
     _, arch = read_config(config, "bench")
@@ -373,10 +376,11 @@ def measure(name: str, options: argparse.Namespace) -> None:
         try:
             if dtype == "float8_e4m3":
                 params = in_float8(params)
-            step = Step(
-                params, arch, taps, schedule, compute_dtype=dtype, store_dtype="bfloat16",
-                device=jax.devices()[0], attention=wanted,
+            settings = StepSettings(
+                arch=arch, taps=taps, schedule=schedule, compute_dtype=dtype,
+                store_dtype="bfloat16", place=StepDevices(jax.devices()[0]), attention=wanted,
             )  # fmt: skip
+            step = ResidentStep(params, settings)
             spent = timed(partial(step.compute, batch), options.seconds)
             rate, part = useful / spent, bare / spent
             ours = max(ours, rate)

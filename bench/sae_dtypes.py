@@ -65,7 +65,7 @@ def main() -> None:
             options += ["--eval-tokens", "512", "--eval-rows", "2048"]
             args = train_sae.arguments(options)
             sae = train_sae.folded(train_sae.train(rows, folder, args))
-            model = model or spile.model("demo")
+            model = model or spile.load_model("demo")
             known = json.loads(baseline.read_text()) if baseline.exists() else {}
             found = train_sae.evaluate(exact, sae, model, args, known)
             baseline.write_text(json.dumps({name: found[name] for name in ("clean", "ablated")}))

@@ -119,12 +119,13 @@ def main() -> None:
     from families import natural_batch, profile, random_params
 
     from spile.models.config.specs import block_specs
-    from spile.models.forward.streamed import StreamedBlocks
+    from spile.models.forward.streamed import StreamedBlocks, SweptModel
     from spile.models.forward.weights import LayerSchedule, abstract_params
     from spile.models.taps import parse_taps
     from spile.plan.residency import evenly
-    from spile.run.step.resident import Step
-    from spile.run.step.sweep import Sweep, SweptModel
+    from spile.run.step.resident import ResidentStep
+    from spile.run.step.step import StepDevices, StepSettings
+    from spile.run.step.sweep import Sweep, SweepOptions
     from spile.run.world.devices import prepared_device
 
     device, arch = prepared_device(), arch_of(options.shape)
@@ -133,13 +134,17 @@ def main() -> None:
     seq, specs = options.seq_len, block_specs(arch)
     batch = natural_batch(options.sweep // seq, seq)
     one = natural_batch(options.batch // seq, seq)
+
+    def settings(schedule: LayerSchedule) -> StepSettings:
+        return StepSettings(
+            arch=arch, taps=taps, schedule=schedule, place=StepDevices(device),
+            compute_dtype="bfloat16", store_dtype="bfloat16",
+        )  # fmt: skip
+
     whole = 0.0
     if options.whole:
         params, schedule = random_params(arch, depth)
-        step = Step(
-            params, arch, taps, schedule, compute_dtype="bfloat16", store_dtype="bfloat16",
-            device=device,
-        )  # fmt: skip
+        step = ResidentStep(params, settings(schedule))
         whole = sustained(step, one, options.seconds)
         print(f"{options.shape}, all on the device {whole:>18,.0f} tok/s", flush=True)
         del params, step
@@ -177,13 +182,11 @@ def main() -> None:
     table = np.random.default_rng(0).standard_normal((arch.vocab_size, arch.width))
     table = table.astype(jnp.bfloat16)
     model: Future[SweptModel] = Future()
-    model.set_result(SweptModel(blocks, None, {"embed": jnp.asarray(table)}))
+    model.set_result(SweptModel(blocks, {"embed": jnp.asarray(table)}))
     waited: list[float] = []
-    sweep = Sweep(
-        model, arch, taps, schedule, rows=options.batch // seq, looks_up=False,
-        compute_dtype="bfloat16", store_dtype="bfloat16", device=device, waited=waited.append,
-        shapes=abstract_params(arch, schedule, head=False, dtype=jnp.dtype(jnp.bfloat16)),
-    )  # fmt: skip
+    shapes = abstract_params(arch, schedule, head=False, dtype=jnp.dtype(jnp.bfloat16))
+    told = SweepOptions(rows=options.batch // seq, waited=waited.append)
+    sweep = Sweep(model, settings(schedule), shapes, told)
     begin = time.perf_counter()
     rate = sustained(sweep, batch, options.seconds)
     spent = time.perf_counter() - begin

@@ -36,9 +36,7 @@ if TYPE_CHECKING:
     from spile.models.forward.splice import added, only, replaced
     from spile.models.sites import SPLICED as SPLICE_SITES
     from spile.run.extract import extract
-    from spile.run.model import Model
-    from spile.run.model import Model as load_model
-    from spile.run.model import Model as model
+    from spile.run.model import Model, load_model
     from spile.run.stream import stream
 
 __all__ = [
@@ -69,7 +67,6 @@ __all__ = [
     "export",
     "extract",
     "load_model",
-    "model",
     "on_devices",
     "only",
     "open",
@@ -107,7 +104,7 @@ _HOMES = {
     "spile.models.forward.splice": ("added", "only", "replaced"),
     "spile.models.sites": ("SPLICE_SITES=SPLICED",),
     "spile.run.extract": ("extract",),
-    "spile.run.model": ("Model", "load_model=Model", "model=Model"),
+    "spile.run.model": ("Model", "load_model"),
     "spile.run.stream": ("stream",),
 }
 _NAMES = {

@@ -180,15 +180,15 @@ def meet(folder: Path, crowd: int) -> None:
 
 
 def slow_down(seconds: float) -> None:
-    from spile.run.step.resident import Step  # noqa: PLC0415 - imports jax
+    from spile.run.step.sweep import Sweep  # noqa: PLC0415 - imports jax
 
-    call = Step.__call__
+    call = Sweep.__call__
 
-    def patched(self: Step, batch: Any) -> Any:
+    def patched(self: Sweep, batch: Any) -> Any:
         time.sleep(seconds)
         return call(self, batch)
 
-    Step.__call__ = patched
+    Sweep.__call__ = patched
 
 
 def repeat(arguments: list[str], until: Path) -> None:

@@ -34,7 +34,7 @@ import importlib.abc, importlib.util, os, sys, time
 
 class Late(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "spile.run.step.resident":
+        if name != "spile.run.step.sweep":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -42,9 +42,9 @@ class Late(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             load(module)
-            call = module.Step.__call__
+            call = module.Sweep.__call__
             pause = float(os.environ.get("JAX_TEST_PAUSE", "0"))
-            module.Step.__call__ = lambda *given: (time.sleep(pause), call(*given))[1]
+            module.Sweep.__call__ = lambda *given: (time.sleep(pause), call(*given))[1]
 
         spec.loader.exec_module = exec_module
         return spec

@@ -23,7 +23,7 @@ from spile.models.files.checkpoint import read_arch
 from spile.models.layout import Layout
 from spile.plan.chips import parse_topology
 from spile.plan.splices import find_splices
-from spile.run.step.resident import Step
+from spile.run.step.resident import ResidentStep
 from support import quick, saes, tiny, zygote
 
 CONFIGS = Path(__file__).parent.parent / "fixtures/configs"
@@ -190,7 +190,7 @@ def test_a_program_that_the_compiler_refuses_for_its_size_does_not_fit(
     def refuse(*_: object) -> None:
         raise jax.errors.JaxRuntimeError(said)
 
-    monkeypatch.setattr(Step, "compile", refuse)
+    monkeypatch.setattr(ResidentStep, "compile", refuse)
     found = compile_step(question, Layout())
     assert found.fits is False
     assert (found.temporaries, found.tokens_per_second) == (None, None)

@@ -36,7 +36,7 @@ RECIPE = {
 # Each process comes late to every call, by a time of its own.
 SKEWED = """
 import random, time
-from spile.run.step import resident as step
+from spile.run.step import sweep
 from spile.run.world import world
 
 def late(call):
@@ -49,7 +49,7 @@ def late(call):
     return patched
 
 chance = random.Random(7)
-step.Step.__call__ = late(step.Step.__call__)
+sweep.Sweep.__call__ = late(sweep.Sweep.__call__)
 joined = world.JoinedWorld
 joined._get, joined._set = late(joined._get), late(joined._set)
 """

@@ -20,9 +20,8 @@ from spile.corpus.pack import Batch
 from spile.models.config.specs import array_axes
 from spile.models.files.checkpoint import read_arch
 from spile.models.forward.sharding import Shards, make_mesh
-from spile.models.forward.weights import LayerSchedule
 from spile.models.layout import Layout
-from spile.run.step.resident import Step
+from spile.run.step.resident import ResidentStep
 from support import families
 from support.meshes import make_step
 
@@ -55,15 +54,11 @@ def test_the_program_without_weights_is_that_of_extraction(model: Path, layout: 
     work = asked.workload(layout)
     mesh = make_mesh(layout, asked.target.devices)
     shards = Shards(mesh, work.cuts, array_axes(asked.arch))
-    schedule = LayerSchedule.of(asked.arch, work.depth, whole=work.whole)
-    abstract = Step(
-        params_of(work, shards), asked.arch, work.taps, schedule, compute_dtype="float32",
-        store_dtype="float32", device=asked.target.devices[0], shards=shards,
-    )  # fmt: skip
     real = make_step(model, TAPS, layout)
+    abstract = ResidentStep(params_of(work, shards), real.settings)
     zeros, full = np.zeros((work.rows, SEQ), np.int32), np.full(work.rows, SEQ, np.int32)
     batch = Batch(zeros, zeros, zeros, full, None, full, contexts=16)
-    for ours, theirs in zip(abstract.compile(batch), real.compile(batch), strict=True):
+    for ours, theirs in zip(*abstract.compile(batch), *real.compile(batch), strict=True):
         assert instructions(ours) == instructions(theirs)
     leaves = jax.tree.leaves(real.params)
     assert work.weights == sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)

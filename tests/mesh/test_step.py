@@ -13,6 +13,7 @@ from spile.models.forward.splice import load_changes
 from spile.models.layout import Layout
 from spile.models.taps import parse_taps
 from spile.plan.splices import find_splices
+from spile.run.step.step import Step
 from support import saes, tiny
 from support.marks import some
 from support.meshes import make_batch, make_step, shards_of
@@ -151,8 +152,8 @@ def test_eight_bits_are_those_of_one_device(model: Path, store_dtype: str, tap: 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 
 
-def collectives(step: object, rows: int) -> set[str]:
-    programs = step.compile(make_batch(rows))  # type: ignore[attr-defined]
+def collectives(step: Step, rows: int) -> set[str]:
+    (programs,) = step.compile(make_batch(rows))
     text = "\n".join(program.as_text() for program in programs)
     return {kind for kind in COLLECTIVES if f" {kind}(" in text or f" {kind}-start(" in text}
 

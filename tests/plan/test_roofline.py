@@ -24,7 +24,8 @@ from spile.models.layout import ONE_DEVICE, Cuts, Layout
 from spile.models.taps import parse_taps
 from spile.plan.chips import CHIPS
 from spile.plan.roofline import Roofline, Workload, cpu_unit_tokens
-from spile.run.step.resident import Step
+from spile.run.step.resident import ResidentStep
+from spile.run.step.step import StepDevices, StepSettings
 from support import tiny
 from support.marks import some
 
@@ -95,12 +96,13 @@ def test_the_formula_counts_what_the_compiler_counts_without_loops(taps: str) ->
         for name, array in scanned.cycle[0].items()
     }
     params = Params(scanned.outer, (), (block,) * work.depth)
-    step = Step(
-        params, arch, work.taps, unrolled,
-        compute_dtype="float32", store_dtype="float32", device=jax.devices()[0],
+    settings = StepSettings(
+        arch=arch, taps=work.taps, schedule=unrolled, place=StepDevices(jax.devices()[0]),
+        compute_dtype="float32", store_dtype="float32",
     )  # fmt: skip
+    step = ResidentStep(params, settings)
     zeros, full = np.zeros((4, 64), np.int32), np.full(4, 64, np.int32)
-    run, _ = step.compile(Batch(zeros, zeros, zeros, full, None, full, contexts=16))
+    ((run, _),) = step.compile(Batch(zeros, zeros, zeros, full, None, full, contexts=16))
     assert run.cost_analysis()["flops"] == pytest.approx(work.flops, rel=0.06)
 
 

@@ -17,11 +17,11 @@ TEXTS = ["the sad rose is there", "a tin", "no one here is so sure that it is"]
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> spile.model:
-    return spile.model(str(tiny.write_model(tmp_path_factory.mktemp("model"))))
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> spile.Model:
+    return spile.load_model(str(tiny.write_model(tmp_path_factory.mktemp("model"))))
 
 
-def test_its_rows_are_those_that_are_stored(loaded: spile.model, tmp_path: Path) -> None:
+def test_its_rows_are_those_that_are_stored(loaded: spile.Model, tmp_path: Path) -> None:
     model = tiny.write_model(tmp_path / "model")
     corpus = tiny.write_corpus(tmp_path / "docs.jsonl", 5)
     recipe = spile.Recipe(
@@ -43,7 +43,7 @@ def test_its_rows_are_those_that_are_stored(loaded: spile.model, tmp_path: Path)
     assert loaded.loss(contexts) == pytest.approx(total / count, rel=1e-5)
 
 
-def test_texts_are_encoded(loaded: spile.model) -> None:
+def test_texts_are_encoded(loaded: spile.Model) -> None:
     tokens = loaded.encode(TEXTS)
     np.testing.assert_array_equal(loaded(TEXTS)["logits"], loaded(tokens)["logits"])
     assert loaded(TEXTS[0])["logits"].shape[:2] == (1, len(tokens[0]))
@@ -51,7 +51,7 @@ def test_texts_are_encoded(loaded: spile.model) -> None:
     assert repr(loaded).startswith("<spile.Model ") and "layers, width 32" in repr(loaded)
 
 
-def test_values_may_be_replaced_by_a_function_or_by_arrays(loaded: spile.model) -> None:
+def test_values_may_be_replaced_by_a_function_or_by_arrays(loaded: spile.Model) -> None:
     tokens = loaded.encode(TEXTS)
     clean = loaded(tokens, "resid_post:0,logits")
     rows, logits = clean["resid_post.0"], clean["logits"]
@@ -63,7 +63,7 @@ def test_values_may_be_replaced_by_a_function_or_by_arrays(loaded: spile.model) 
     assert loaded.loss(tokens, splice={"mlp_out:all": jnp.negative}) != loaded.loss(tokens)
 
 
-def test_arrays_of_a_change_need_no_new_program(loaded: spile.model) -> None:
+def test_arrays_of_a_change_need_no_new_program(loaded: spile.Model) -> None:
     tokens = loaded.encode(TEXTS[:1])
     vector = np.ones(32, np.float32)
     where = jnp.ones((1, len(tokens[0])), bool)
@@ -78,7 +78,7 @@ def test_arrays_of_a_change_need_no_new_program(loaded: spile.model) -> None:
 
 
 @pytest.mark.full
-def test_lengths_do_not_show(loaded: spile.model) -> None:
+def test_lengths_do_not_show(loaded: spile.Model) -> None:
     tokens = loaded.encode(TEXTS)
     together = loaded(tokens)["logits"]
     for row, context in enumerate(tokens):
@@ -100,7 +100,7 @@ def test_lengths_do_not_show(loaded: spile.model) -> None:
     ],
 )
 def test_what_cannot_be_spliced_is_refused(
-    splice: dict[str, jax.Array], complaint: str, loaded: spile.model
+    splice: dict[str, jax.Array], complaint: str, loaded: spile.Model
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
         loaded.loss(loaded.encode(TEXTS), splice=splice)
@@ -116,7 +116,7 @@ def test_what_cannot_be_spliced_is_refused(
     ],
 )
 def test_tokens_the_model_cannot_read_are_refused(
-    tokens: np.ndarray, complaint: str, loaded: spile.model
+    tokens: np.ndarray, complaint: str, loaded: spile.Model
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
         loaded.loss(tokens)

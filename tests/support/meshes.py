@@ -1,22 +1,27 @@
 """A model on a mesh of virtual CPU devices, or on one of them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import Partial
 
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.corpus.pack import Batch
 from spile.models.config.specs import array_axes, axis_sizes
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
+from spile.models.files.sae import SparseEncoder
 from spile.models.forward.decoder import needs_whole_block
 from spile.models.forward.sharding import Shards, make_mesh
 from spile.models.forward.weights import LayerSchedule, load_params
 from spile.models.layout import Cuts, Layout
 from spile.models.sites import AFTER_BLOCKS
-from spile.models.taps import parse_taps
-from spile.run.step.resident import Step
+from spile.models.taps import Tap, parse_taps
+from spile.run.step.resident import ResidentStep
+from spile.run.step.step import StepDevices, StepSettings
+from spile.run.step.stored import Extras
 
 
 def shards_of(checkpoint: Checkpoint, layout: Layout) -> Shards:
@@ -31,8 +36,12 @@ def make_step(
     layout: Layout | None,
     store_dtype: str = "float32",
     compute_dtype: str = "float32",
-    **given: Any,
-) -> Step:
+    *,
+    scales: Mapping[str, Any] | None = None,
+    encoders: Mapping[str, tuple[SparseEncoder, Any]] | None = None,
+    splices: Mapping[Tap, Partial] | None = None,
+) -> ResidentStep:
+    """`encoders`: by tap, each with its arrays."""
     checkpoint = open_checkpoint(str(directory))
     chosen = parse_taps(taps, checkpoint.arch)
     depth = max(tap.layers_needed(checkpoint.arch) for tap in chosen)
@@ -45,10 +54,14 @@ def make_step(
         dtype=DTYPES_BY_NAME[compute_dtype],
         shards=shards,
     )
-    return Step(
-        params, checkpoint.arch, chosen, schedule, compute_dtype=compute_dtype,
-        store_dtype=store_dtype, device=jax.devices()[0], shards=shards, **given,
+    encoders, splices = encoders or {}, splices or {}
+    settings = StepSettings(
+        arch=checkpoint.arch, taps=chosen, schedule=schedule, compute_dtype=compute_dtype,
+        store_dtype=store_dtype, place=StepDevices(jax.devices()[0], shards),
+        encoders={tap: encoder for tap, (encoder, _) in encoders.items()}, spliced=tuple(splices),
     )  # fmt: skip
+    arrays = {tap: arrays for tap, (_, arrays) in encoders.items()}
+    return ResidentStep(params, settings, Extras(scales or {}, arrays, tuple(splices.values())))
 
 
 def make_batch(rows: int, seq: int = 24, *, keep: bool = False, vocab: int = 250) -> Batch:

@@ -185,9 +185,9 @@ def slow_steps(seconds: float) -> str:
     """Code to plant: every step takes so long, so that a kill falls between two units."""
     return f"""
 import time
-from spile.run.step import resident as step
-call = step.Step.__call__
-step.Step.__call__ = lambda *given: (time.sleep({seconds}), call(*given))[1]
+from spile.run.step import sweep
+call = sweep.Sweep.__call__  # on a CPU every step is a sweep
+sweep.Sweep.__call__ = lambda *given: (time.sleep({seconds}), call(*given))[1]
 """
 
 

@@ -4,8 +4,9 @@ Only a model's config.json is needed. Figures from the compiled program (memory,
 from formulas (FLOPs, memory traffic) give an estimate of tokens per second, and of the cost.
 """
 
-# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
-# pyright: standard
+# Strict, but for values that jax's own types leave unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
 import dataclasses
 import logging
@@ -20,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial
 
 from spile.compile.collectives import Collective, added, read_collectives, sent_by_all
 from spile.compile.targets import CompileTarget
@@ -40,7 +42,7 @@ from spile.models.forward.splice import load_changes
 from spile.models.forward.weights import LayerSchedule, Params, abstract_params
 from spile.models.layout import Cuts, Layout, fitting_layout, parse_layout
 from spile.models.splices import Splice
-from spile.models.taps import parse_taps
+from spile.models.taps import Tap, parse_taps
 from spile.plan.encoders import stored_taps
 from spile.plan.estimate import row_quantum
 from spile.plan.residency import (
@@ -51,8 +53,10 @@ from spile.plan.residency import (
     streamed_bytes,
 )
 from spile.plan.roofline import MEMORY_SHARE, Roofline, Workload, sweet_spot
-from spile.run.step.resident import Step
-from spile.run.step.sweep import Sweep
+from spile.run.step.resident import ResidentStep
+from spile.run.step.step import StagePrograms, Step, StepDevices, StepSettings
+from spile.run.step.stored import Extras
+from spile.run.step.sweep import Sweep, SweepOptions
 
 _log = logging.getLogger("spile.compile")
 
@@ -240,16 +244,14 @@ def compile_step(question: Question, layout: Layout) -> Compiled:
     batch = _full_batch(work)
     begin = time.perf_counter()
     refused: tuple[str, ...] = ()
-    programs: list[tuple[Any, Any]] = []
+    programs: Sequence[StagePrograms] = ()
     try:
-        if kept.streams:
-            programs = _abstract_sweep(work, target, kept).compile(batch)
-        else:
-            programs = [_abstract_step(work, target).compile(batch)]
+        programs = _abstract_step(work, target, kept).compile(batch)
     except jax.errors.JaxRuntimeError as error:
-        if not any(sign in str(error) for sign in _TOO_LARGE):
+        told = str(error)
+        if not any(sign in told for sign in _TOO_LARGE):
             raise
-        refused = (f"the compiler: {str(error).splitlines()[0][:300]}",)
+        refused = (f"the compiler: {told.splitlines()[0][:300]}",)
     seconds = time.perf_counter() - begin
     made = [run.memory_analysis() for run, _ in programs]
     moved = [compact.memory_analysis().output_size_in_bytes for _, compact in programs if compact]
@@ -373,25 +375,27 @@ def _schedule(work: Workload) -> LayerSchedule:
     return LayerSchedule.of(work.arch, work.depth, whole=work.whole)
 
 
-def _abstract_step(work: Workload, target: CompileTarget) -> Step:
-    """Return the step, with shapes instead of weights."""
-    shards = _shards(work, target)
-    schedule = _schedule(work)
-    return Step(
-        params_of(work, shards), work.arch, work.taps, schedule,
-        **_step_options(work, target, shards),
-    )  # fmt: skip
-
-
-def _abstract_sweep(work: Workload, target: CompileTarget, kept: Residency) -> Sweep:
-    """Return the step of a model whose blocks are streamed, with shapes instead of weights."""
-    shards = _shards(work, target)
-    schedule = dataclasses.replace(_schedule(work), cycles=0)
-    return Sweep(
-        Future(), work.arch, work.taps, schedule,
-        rows=work.rows, looks_up=kept.looks_up, shapes=params_of(work, shards, schedule),
-        **_step_options(work, target, shards),
-    )  # fmt: skip
+def _abstract_step(work: Workload, target: CompileTarget, kept: Residency) -> Step:
+    """Return the step, with shapes in place of weights; a sweep if the model is streamed."""
+    shards, schedule = _shards(work, target), _schedule(work)
+    if kept.streams:
+        schedule = dataclasses.replace(schedule, cycles=0)
+    changes, _ = load_changes(work.splices, activation_dtype(work.compute_dtype), shards)
+    settings = StepSettings(
+        arch=work.arch,
+        taps=work.taps,
+        schedule=schedule,
+        place=StepDevices(target.devices[0], shards),
+        compute_dtype=work.compute_dtype,
+        store_dtype=work.store_dtype,
+        encoders=work.encoders,
+        spliced=tuple(changes),
+    )
+    extras, shapes = _extras(work, shards, changes), params_of(work, shards, schedule)
+    if not kept.streams:
+        return ResidentStep(shapes, settings, extras)
+    options = SweepOptions(rows=work.rows, looks_up=kept.looks_up)
+    return Sweep(Future(), settings, shapes, options, extras)
 
 
 def _shards(work: Workload, target: CompileTarget) -> Shards | None:
@@ -401,7 +405,8 @@ def _shards(work: Workload, target: CompileTarget) -> Shards | None:
     return Shards(mesh, work.cuts, array_axes(work.arch))
 
 
-def _step_options(work: Workload, target: CompileTarget, shards: Shards | None) -> dict[str, Any]:
+def _extras(work: Workload, shards: Shards | None, changes: Mapping[Tap, Partial]) -> Extras:
+    """Shapes in place of the arrays that a step reads besides the weights."""
     shaped = partial(jax.ShapeDtypeStruct, sharding=shards.whole if shards else None)
     stored = stored_taps(work.taps, work.encoders, work.arch, work.seq_len, work.store_dtype)
 
@@ -409,23 +414,17 @@ def _step_options(work: Workload, target: CompileTarget, shards: Shards | None) 
         arrays = device_arrays(load_arrays(encoder.sae)[0], activation_dtype(work.compute_dtype))
         return {name: shaped(array.shape, array.dtype) for name, array in arrays.items()}
 
-    changes, _ = load_changes(work.splices, activation_dtype(work.compute_dtype), shards)
-    return {
-        "compute_dtype": work.compute_dtype,
-        "store_dtype": work.store_dtype,
-        "device": target.devices[0],
-        "shards": shards,
-        "scales": {
+    return Extras(
+        scales={
             name: shaped(info.shape, jnp.dtype("float32"))
             for name, info in stored.items()
             if info.dtype == "int8"
         },
-        "encoders": {tap: (encoder, shapes(encoder)) for tap, encoder in work.encoders.items()},
-        "splices": {
-            tap: jax.tree.map(lambda array: shaped(array.shape, array.dtype), change)
-            for tap, change in changes.items()
-        },
-    }
+        encoders={tap: shapes(encoder) for tap, encoder in work.encoders.items()},
+        changes=jax.tree.map(
+            lambda array: shaped(array.shape, array.dtype), tuple(changes.values())
+        ),
+    )
 
 
 def params_of(

@@ -9,7 +9,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spile.core.errors import ConfigError
 
@@ -78,7 +78,7 @@ class Cuts:
     """Which logical axes are cut, along which mesh axis; the others are whole on every device."""
 
     layout: Layout
-    cut: Mapping[str, str]
+    cut: Mapping[str, str] = field(hash=False)
 
     @classmethod
     def of(cls, layout: Layout, sizes: Mapping[str, int], *, quiet: bool = False) -> "Cuts":

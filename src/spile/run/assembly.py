@@ -19,11 +19,10 @@ from spile.plan.job import ExtractionJob
 from spile.plan.residency import Machine
 from spile.plan.resolve import resolve, store_table
 from spile.run.pipeline.pickers import Picker
-from spile.run.pipeline.profile import ProfiledStep
 from spile.run.pipeline.sink import Taker
 from spile.run.pipeline.worker import Worker
-from spile.run.step.load import load_step
-from spile.run.step.resident import Step
+from spile.run.step.load import StepLoader
+from spile.run.step.step import Step
 from spile.run.world.devices import device_count, memory_limit
 from spile.run.world.world import RunContext
 
@@ -87,21 +86,20 @@ class Assembly:
     def load(self) -> Step:
         """Begin to load the model; return the step that runs it."""
         context = self.context
-        return load_step(
+        return StepLoader(
             self.job,
             context.ledger,
             self.device,
-            self.batches,
             self.cuts,
             context.world,
-            residency=self.cost.residency,
-            attention=context.runtime.attention,
-            counters=context.counters,
-        )
+            self.cost.residency,
+            context.runtime.attention,
+            context.counters,
+        ).step(self.batches)
 
     def worker(
         self,
-        step: Step | ProfiledStep,
+        step: Step,
         picker: Picker,
         *,
         made_by: Mapping[str, Any] | None = None,

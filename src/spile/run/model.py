@@ -7,10 +7,10 @@ cut = model.to("1d")  # over all devices of this process
 steered = model.loss("The capital of France is Paris.", splice={"resid_post.9": added(vector)})
 """
 
-# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
-# pyright: standard
+# Strict, but for values that jax's own types leave unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,33 +24,34 @@ from spile.core.config import COMPUTE_DTYPES, Runtime, activation_dtype
 from spile.core.errors import ConfigError
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.corpus.tokenize import TextTokenizer
-from spile.models.config.arch import Layer
+from spile.models.config.arch import Arch
 from spile.models.config.specs import array_axes, axis_sizes
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.forward.decoder import (
-    after_blocks,
-    before_blocks,
-    forward,
+    Beside,
+    Inputs,
+    by_stage,
+    changed_places,
     of_any_block,
-    one_block,
-    stage_of,
+    stage_kinds,
 )
-from spile.models.forward.kernels import for_platform
 from spile.models.forward.sharding import Shards, make_mesh, put
 from spile.models.forward.splice import Change, replaced
-from spile.models.forward.streamed import StreamedBlocks, load_blocks
+from spile.models.forward.streamed import Passing, SweptModel, load_blocks, walk
 from spile.models.forward.weights import (
     ArrayLoader,
     LayerSchedule,
     Params,
+    WeightArrays,
     load_params,
     moved_params,
 )
 from spile.models.layout import ONE_DEVICE, Cuts, parse_layout
 from spile.models.sites import SPLICED
-from spile.models.taps import Tap, computed_as, parse_taps
+from spile.models.taps import Tap, parse_taps
 from spile.plan.residency import Machine, Residency, choose_residency
 from spile.plan.roofline import Workload
+from spile.run.step.step import Stage, StepDevices, StepSettings
 from spile.run.world.devices import memory_limit, prepared_device
 
 _LONG = 2048  # tokens of a long context
@@ -58,114 +59,124 @@ _LONG = 2048  # tokens of a long context
 # [rows, seq], or contexts of any lengths, or texts to encode.
 Tokens = np.ndarray | Sequence[np.ndarray] | str | Sequence[str]
 # By tap: a function of its values [rows, seq, ...], or the values to replace them with.
-Splice = Mapping[str, Change | jax.Array | np.ndarray]
+SplicedTaps = Mapping[str, Change | jax.Array | np.ndarray]
+
+
+def load_model(
+    name: str,
+    lora: str | None = None,
+    *,
+    compute_dtype: str | None = None,
+    special_tokens: str = "tokenizer",
+    mesh: str = "1",
+    weights: str = "auto",
+) -> "Model":
+    """Load all blocks of a model and its head.
+
+    Args:
+        name: as in `spile extract --model`; so are the others that are not listed here.
+        compute_dtype: float32 on a CPU and bfloat16 elsewhere, if it is not given.
+        mesh: how to lay it out on this process's devices, as in `--mesh`, except `auto`.
+        weights: where blocks are kept, as in `--weights`. A call copies those that are not on the
+            device one after another, so give it many tokens.
+    """
+    if compute_dtype not in (None, *COMPUTE_DTYPES):
+        choices = ", ".join(COMPUTE_DTYPES)
+        raise ConfigError(f"compute_dtype must be one of {choices}, got {compute_dtype!r}")
+    checkpoint, device = open_checkpoint(name, lora), prepared_device()
+    arch, tokenizer = checkpoint.arch, TextTokenizer(checkpoint.directory, special_tokens)
+    computed = compute_dtype or ("float32" if device.platform == "cpu" else "bfloat16")
+    settings = StepSettings(
+        arch=arch,
+        taps=(),
+        schedule=LayerSchedule.of(arch, arch.num_layers, whole=True),
+        place=_placed(device, arch, mesh),
+        compute_dtype=computed,
+        store_dtype=activation_dtype(computed),
+    )
+    kept = _residency(settings, weights, checkpoint)
+    dtype, shards = DTYPES_BY_NAME[computed], settings.place.shards
+    if kept.streams:
+        settings = replace(settings, schedule=settings.schedule.one_by_one)
+        loader = ArrayLoader(checkpoint, settings.schedule, dtype, shards)
+        blocks = load_blocks(loader, kept.kept, device)
+        return Model(name, settings, tokenizer, SweptModel(blocks, loader.outer(head=True)))
+    params, _ = load_params(checkpoint, settings.schedule, head=True, dtype=dtype, shards=shards)
+    return Model(name, settings, tokenizer, params)
+
+
+def _placed(device: Any, arch: Arch, mesh: str) -> StepDevices:
+    layout = parse_layout(mesh, jax.local_device_count(), 1, None)
+    if layout is None:
+        raise ConfigError("mesh: say which, e.g. 1, 1d, 2d or data=2,model=2; not auto")
+    if layout.size == 1:
+        return StepDevices(device)
+    cuts = Cuts.of(layout, axis_sizes(arch))
+    mesh_of_all = make_mesh(layout, jax.local_devices())
+    return StepDevices(device, Shards(mesh_of_all, cuts, array_axes(arch)))
+
+
+def _residency(settings: StepSettings, weights: str, checkpoint: Checkpoint) -> Residency:
+    """Decide where blocks are kept, for calls with the logits of one long context."""
+    arch, place = settings.arch, settings.place
+    work = Workload(
+        arch=arch,
+        taps=parse_taps("logits", arch),
+        cuts=place.shards.cuts if place.shards else ONE_DEVICE,
+        seq_len=min(_LONG, arch.max_positions),
+        rows=1,
+        compute_dtype=settings.compute_dtype,
+        store_dtype=settings.store_dtype,
+        whole=True,
+        packed=checkpoint.packed_bytes() if place.shards is None else {},
+    )
+    return choose_residency(
+        lambda rows: replace(work, rows=rows),
+        (1, 1),
+        Runtime(weights=weights),
+        Machine(place.device.platform, memory_limit(place.device)),
+        most_rows=1,
+    )
 
 
 class Model:
-    """All blocks of a model and its head, on one device or on a mesh of them."""
+    """A whole model, on one device or on a mesh of them; `load_model` loads one."""
 
     def __init__(
         self,
         name: str,
-        lora: str | None = None,
-        *,
-        compute_dtype: str | None = None,
-        special_tokens: str = "tokenizer",
-        mesh: str = "1",
-        weights: str = "auto",
+        settings: StepSettings,
+        tokenizer: TextTokenizer,
+        weights: Params | SweptModel,
     ) -> None:
-        """Args:
-        mesh: how to lay it out on this process's devices, as in `--mesh`, except `auto`.
-        weights: where blocks are kept, as in `--weights`; a call brings those that are not on the
-            device one after another, so give it many tokens.
-
-        The others are as in `spile extract`; the dtype defaults to float32 on a CPU, bfloat16
-        elsewhere.
-        """
-        if compute_dtype not in (None, *COMPUTE_DTYPES):
-            choices = ", ".join(COMPUTE_DTYPES)
-            raise ConfigError(f"compute_dtype must be one of {choices}, got {compute_dtype!r}")
-        checkpoint = open_checkpoint(name, lora)
-        self._name = name
-        self._device = prepared_device()
-        self._dtype = compute_dtype or ("float32" if self._device.platform == "cpu" else "bfloat16")
-        self.arch = checkpoint.arch
-        self._tokenizer = TextTokenizer(checkpoint.directory, special_tokens)
-        self._schedule = LayerSchedule.of(self.arch, self.arch.num_layers, whole=True)
-        dtype = DTYPES_BY_NAME[self._dtype]
-        self._shards = self._laid_out(mesh)
-        self._streamed: StreamedBlocks | None = None
-        kept = self._kept(weights, checkpoint)
-        if kept.streams:
-            self._schedule = self._schedule.one_by_one
-            loader = ArrayLoader(checkpoint, self._schedule, dtype, self._shards)
-            self._streamed = load_blocks(loader, kept.kept, self._device)
-            self._params = Params(loader.outer(head=True), (), ())
-        else:
-            self._params, _ = load_params(
-                checkpoint, self._schedule, head=True, dtype=dtype, shards=self._shards
-            )
-        self._compile()
-
-    def _compile(self) -> None:
+        self.arch = settings.arch
+        self._name, self._settings, self._tokenizer = name, settings, tokenizer
+        self._weights = weights
         self._run = jax.jit(self._forward, static_argnames=("taps", "spliced"))
-        chosen = ("kind", "taps", "spliced", "scores_all")
-        self._stage = jax.jit(self._one_stage, static_argnames=chosen)
-
-    def _kept(self, weights: str, checkpoint: Checkpoint) -> Residency:
-        """Where blocks are kept, for calls with the logits of one long context."""
-        work = Workload(
-            arch=self.arch,
-            taps=parse_taps("logits", self.arch),
-            cuts=self._shards.cuts if self._shards else ONE_DEVICE,
-            seq_len=min(_LONG, self.arch.max_positions),
-            rows=1,
-            compute_dtype=self._dtype,
-            store_dtype=activation_dtype(self._dtype),
-            whole=True,
-            packed=checkpoint.packed_bytes() if self._shards is None else {},
-        )
-        return choose_residency(
-            lambda rows: replace(work, rows=rows),
-            (1, 1),
-            Runtime(weights=weights),
-            Machine(self._device.platform, memory_limit(self._device)),
-            most_rows=1,
-        )
+        self._run_stage = jax.jit(self._one_stage, static_argnames="stage")
 
     def to(self, mesh: str) -> "Model":
         """Return the same model on another mesh; its weights are moved, not read again.
 
         The original stays where it is until it is freed: `model = model.to("1d")`.
         """
-        if self._streamed is not None:
+        if isinstance(self._weights, SweptModel):
             raise ConfigError(
                 "to: a model whose blocks are streamed stays on its mesh; load it anew"
             )
-        other = copy.copy(self)
-        other._shards = self._laid_out(mesh)
-        if other._shards is None:
-            other._params = jax.device_put(self._params, self._device)
+        place = _placed(self._settings.place.device, self.arch, mesh)
+        if place.shards is None:
+            moved = jax.device_put(self._weights, place.device)
         else:
-            other._params = moved_params(self._params, other._shards)
-        other._compile()
-        return other
-
-    def _laid_out(self, mesh: str) -> Shards | None:
-        layout = parse_layout(mesh, jax.local_device_count(), 1, None)
-        if layout is None:
-            raise ConfigError("mesh: say which, e.g. 1, 1d, 2d or data=2,model=2; not auto")
-        if layout.size == 1:
-            return None
-        cuts = Cuts.of(layout, axis_sizes(self.arch))
-        return Shards(make_mesh(layout, jax.local_devices()), cuts, array_axes(self.arch))
+            moved = moved_params(self._weights, place.shards)
+        return Model(self._name, replace(self._settings, place=place), self._tokenizer, moved)
 
     def __repr__(self) -> str:
-        arch = self.arch
+        arch, place = self.arch, self._settings.place
         return (
             f"<spile.Model {self._name}: {arch.num_layers} layers, width {arch.width}, "
-            f"{self._dtype} on {self._device.platform}"
-            + (f", mesh {self._shards.layout}>" if self._shards else ">")
+            f"{self._settings.compute_dtype} on {place.device.platform}"
+            + (f", mesh {place.shards.layout}>" if place.shards else ">")
         )
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -173,7 +184,7 @@ class Model:
         return self._tokenizer.encode(list(texts))
 
     def __call__(
-        self, tokens: Tokens, taps: str = "logits", *, splice: Splice | None = None
+        self, tokens: Tokens, taps: str = "logits", *, splice: SplicedTaps | None = None
     ) -> dict[str, jax.Array]:
         """Return every tap's values [rows, seq, ...], by name; undefined beyond a context's end.
 
@@ -187,11 +198,11 @@ class Model:
         chosen = parse_taps(taps, self.arch)
         rows, seq = ids.shape
         inputs = self._divided(ids, segments, spliced=bool(changes))
-        if self._streamed is not None:
-            found = self._in_turn(self._streamed, *inputs, changes, chosen)
+        if isinstance(self._weights, SweptModel):
+            found = self._block_by_block(self._weights, inputs, changes, chosen)
         else:
             found = self._run(
-                self._params,
+                self._weights,
                 *inputs,
                 tuple(changes.values()),
                 taps=chosen,
@@ -206,9 +217,10 @@ class Model:
 
     def _divided(self, ids: np.ndarray, segments: np.ndarray, *, spliced: bool) -> tuple[Any, Any]:
         """Pad the inputs until the mesh divides their shape, and put them on it."""
-        if self._shards is None:
+        shards = self._settings.place.shards
+        if shards is None:
             return ids, segments
-        layout = self._shards.layout
+        layout = shards.layout
         more = (-ids.shape[0] % layout.groups, -ids.shape[1] % layout.model)
         if spliced and any(more):
             raise ConfigError(
@@ -216,10 +228,10 @@ class Model:
                 f"longest of a multiple of {layout.model} tokens; got {list(ids.shape)}"
             )
         padded = (np.pad(array, [(0, n) for n in more]) for array in (ids, segments))
-        first, second = (put(array, self._shards.by_rows) for array in padded)
+        first, second = (put(array, shards.by_rows) for array in padded)
         return first, second
 
-    def loss(self, tokens: Tokens, *, splice: Splice | None = None) -> float:
+    def loss(self, tokens: Tokens, *, splice: SplicedTaps | None = None) -> float:
         """Mean cross-entropy of the next token, in nats, over the tokens that have one."""
         _, segments = self._padded(tokens)
         logprob = np.asarray(self(tokens, "logprob", splice=splice)["logprob"])
@@ -243,7 +255,7 @@ class Model:
             raise ConfigError(f"token ids must be 0 to {self.arch.vocab_size - 1}")
         return ids, segments
 
-    def _changes(self, splice: Splice) -> dict[Tap, Partial]:
+    def _changes(self, splice: SplicedTaps) -> dict[Tap, Partial]:
         changes: dict[Tap, Partial] = {}
         for name, given in splice.items():
             try:
@@ -262,98 +274,52 @@ class Model:
                 changes[tap] = change if isinstance(change, Partial) else Partial(change)
         return changes
 
-    def _in_turn(
+    def _block_by_block(
         self,
-        blocks: StreamedBlocks,
-        ids: Any,
-        segments: Any,
+        model: SweptModel,
+        inputs: tuple[Any, Any],
         changes: Mapping[Tap, Partial],
         taps: tuple[Tap, ...],
     ) -> dict[str, jax.Array]:
-        """The taps' values, from blocks that come one after another."""
+        """Return the taps' values, from blocks that come one after another."""
         depth = self.arch.num_layers
-        if len({computed_as(tap) for tap in changes}) < len(changes):
-            raise ConfigError(
-                "splice: resid_pre of a block is resid_post of the one before; name one"
-            )
-        tapped: dict[int, list[Tap]] = {stage: [] for stage in range(-1, depth + 1)}
-        for tap in taps:
-            tapped[stage_of(tap, depth)].append(tap)
-        deepest = max(stage for stage, some in tapped.items() if some)
+        changed_places(changes)
+        tapped, spliced = by_stage(taps, depth), by_stage(changes, depth)
+        scores_all = any(tap.site == "attn_pattern" for tap in taps)
+        kinds = stage_kinds(self.arch, depth)
         values: dict[str, jax.Array] = {}
-        stream: Any = None
-        own: tuple[Any, ...] = ()
-        lent: dict[int | None, Any] = {}
-        for stage in range(-1, deepest + 1):
-            inside = 0 <= stage < depth
-            kind = self.arch.layers[stage] if inside else None
-            borrowed = lent[kind.window] if kind and kind.borrows else None
-            spliced = {tap: c for tap, c in changes.items() if stage_of(tap, depth) == stage}
-            stream, onward, found = self._stage(
-                blocks.take(stage) if inside else self._params.outer,
-                stream,
-                (own[stage] if kind and own else None, borrowed),
-                ids,
-                segments,
-                tuple(spliced.values()),
-                kind=kind or stage == depth,
-                taps=tuple(dict.fromkeys(map(of_any_block, tapped[stage]))),
-                spliced=tuple(map(of_any_block, spliced)),
-                scores_all=any(tap.site == "attn_pattern" for tap in taps),
+
+        def run(
+            number: int, weights: WeightArrays, beside: Beside, each: Passing
+        ) -> tuple[Any, Any, Any]:
+            local = tuple(dict.fromkeys(map(of_any_block, tapped[number])))
+            here = tuple(map(of_any_block, spliced[number]))
+            stream, onward, found = self._run_stage(
+                weights,
+                tuple(changes[tap] for tap in spliced[number]),
+                (each.stream, beside),
+                *inputs,
+                stage=Stage(kinds[number + 1], local, here, scores_all),
             )
-            if kind:
-                blocks.used(stage, stream)
-                lent |= {} if onward is None else {kind.window: onward}
-            elif stage < 0:
-                own = onward
-            values |= {tap.name: found[of_any_block(tap).name] for tap in tapped[stage]}
+            values.update({tap.name: found[of_any_block(tap).name] for tap in tapped[number]})
+            return stream, onward, stream
+
+        deepest = max(number for number, some in tapped.items() if some)
+        walk(kinds[: deepest + 2], model, [Passing()], run)
         return values
 
     def _one_stage(
         self,
-        weights: Any,
-        stream: Any,
-        beside: Any,
+        weights: WeightArrays,
+        changes: tuple[Partial, ...],
+        entering: tuple[Any, Beside],
         ids: jax.Array,
         segments: jax.Array,
-        changes: tuple[Partial, ...],
         *,
-        kind: Layer | bool,
-        taps: tuple[Tap, ...],
-        spliced: tuple[Tap, ...],
-        scores_all: bool,
+        stage: Stage,
     ) -> tuple[Any, Any, dict[str, jax.Array]]:
-        """A block of a kind; or what is before the blocks (False), or after them (True).
-
-        `beside` is what a block reads besides the stream, and returned is what goes on with that:
-        see `run/step/sweep.py`.
-        """
-        computed, seq = activation_dtype(self._dtype), ids.shape[1]
-        positions = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), ids.shape)
-        inputs = (ids, positions, segments, None)
-        given: dict[str, Any] = {"arch": self.arch, "taps": taps, "shards": self._shards}
-        given["store_dtype"] = computed
-        splice = dict(zip(spliced, changes, strict=True))
-        with jax.default_matmul_precision("highest" if self._dtype == "float32" else "default"):
-            if kind is True:
-                return stream, None, after_blocks(weights, stream, inputs, **given)
-            if kind is False:
-                return before_blocks(weights, None, inputs, splice=splice, **given)
-            attention = for_platform(
-                self._device.platform, self.arch, computed, seq_len=seq, contexts=1
-            )
-            return one_block(
-                weights,
-                stream,
-                inputs,
-                layer=kind,
-                own=beside[0],
-                lent=beside[1],
-                attention=attention,
-                scores_all=scores_all,
-                splice=splice,
-                **given,
-            )
+        inputs = _inputs(ids, segments)
+        return self._settings.stage_values(stage, weights, changes, entering, inputs, contexts=1)
 
     def _forward(
         self,
@@ -365,22 +331,10 @@ class Model:
         taps: tuple[Tap, ...],
         spliced: tuple[Tap, ...],
     ) -> dict[str, jax.Array]:
-        seq, computed = ids.shape[1], activation_dtype(self._dtype)
-        positions = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), ids.shape)
-        attention = for_platform(
-            self._device.platform, self.arch, computed, seq_len=seq, contexts=1
-        )
-        with jax.default_matmul_precision("highest" if self._dtype == "float32" else "default"):
-            return forward(
-                params,
-                ids,
-                positions,
-                segments,
-                arch=self.arch,
-                taps=taps,
-                attention=attention,
-                schedule=self._schedule,
-                store_dtype=computed,
-                shards=self._shards,
-                splice=dict(zip(spliced, changes, strict=True)),
-            )
+        settings = replace(self._settings, taps=taps, spliced=spliced)
+        return settings.values(params, changes, _inputs(ids, segments), contexts=1)
+
+
+def _inputs(ids: jax.Array, segments: jax.Array) -> Inputs:
+    positions = jnp.arange(ids.shape[1], dtype=jnp.int32)
+    return ids, jnp.broadcast_to(positions, ids.shape), segments, None

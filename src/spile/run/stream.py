@@ -33,7 +33,7 @@ from spile.objects import MemoryObjects
 from spile.plan.job import PreparedUnit
 from spile.run.assembly import Assembly
 from spile.run.pipeline.nonfinite import by_stored_name, nonfinite_error
-from spile.run.step.resident import StepOutput
+from spile.run.step.step import StepOutput
 from spile.run.world.devices import prepared_device
 from spile.run.world.rank import find_rank
 from spile.run.world.world import RunContext, SingleWorld

@@ -25,7 +25,7 @@ from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.demo import demo_model
 from spile.models.forward import decoder
 from spile.models.forward.attention import Attention, blocked, masked
-from spile.models.forward.decoder import forward, needs_whole_block
+from spile.models.forward.decoder import Decoder, needs_whole_block
 from spile.models.forward.kernels import for_platform
 from spile.models.forward.mixers import gated_delta, state_space
 from spile.models.forward.weights import LayerSchedule, load_params
@@ -160,12 +160,10 @@ def run(
     schedule = LayerSchedule.of(arch, depth, whole=needs_whole_block(taps, depth))
     head = any(tap.site in AFTER_BLOCKS for tap in taps)
     params, _ = load_params(checkpoint, schedule, head=head, dtype=jnp.dtype(dtype))
-    step = partial(
-        forward, arch=arch, taps=taps, schedule=schedule, attention=attention, store_dtype="float32"
-    )
-    given = [*inputs] if columns is None else [*inputs, columns]
-    found = jax.jit(step, compiler_options=QUICK)(params, *map(jnp.asarray, given))
-    rows, kept = given[-1].shape if columns is not None else given[0].shape
+    step = partial(Decoder(arch, taps, "float32", attention).forward, schedule=schedule)
+    given = jax.tree.map(jnp.asarray, (*inputs, columns))
+    found = jax.jit(step, compiler_options=QUICK)(params, given)
+    rows, kept = inputs[0].shape if columns is None else columns.shape
     return {n: np.asarray(v).reshape(rows, kept, *v.shape[1:]) for n, v in found.items()}
 
 
@@ -448,11 +446,9 @@ def test_nothing_is_computed_that_no_tap_needs(tmp_path: Path) -> None:
     params, _ = load_params(checkpoint, schedule, head=True, dtype=jnp.dtype("float32"))
 
     def products(*taps: Tap) -> float:
-        step = partial(
-            forward, params, arch=arch, taps=taps, schedule=schedule, attention=masked,
-            store_dtype="float32",
-        )  # fmt: skip
-        lowered = jax.jit(step, compiler_options=QUICK).lower(*map(jnp.asarray, BATCH))
+        step = partial(Decoder(arch, taps, "float32", masked).forward, schedule=schedule)
+        inputs = (*map(jnp.asarray, BATCH), None)
+        lowered = jax.jit(partial(step, params), compiler_options=QUICK).lower(inputs)
         cost: Any = lowered.compile().cost_analysis()
         return cost["flops"]
 
@@ -576,11 +572,8 @@ def test_logits_are_never_held_whole_where_they_are_too_large(
     params, _ = load_params(checkpoint, schedule, head=True, dtype=jnp.dtype("float32"))
 
     def shapes() -> str:
-        step = partial(
-            forward, arch=arch, taps=taps, schedule=schedule, attention=masked,
-            store_dtype="float32",
-        )  # fmt: skip
-        return str(jax.make_jaxpr(partial(step, params))(*map(jnp.asarray, BATCH)))
+        step = partial(Decoder(arch, taps, "float32", masked).forward, schedule=schedule)
+        return str(jax.make_jaxpr(partial(step, params))((*map(jnp.asarray, BATCH), None)))
 
     assert f"f32[{ROWS},{SEQ},{tiny.VOCAB}]" in shapes()
     monkeypatch.setattr(decoder, "_HEAD_VALUES", 8 * ROWS * tiny.VOCAB)

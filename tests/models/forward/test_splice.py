@@ -15,7 +15,7 @@ import torch
 from spile.core.errors import ConfigError
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.forward.attention import masked
-from spile.models.forward.decoder import forward
+from spile.models.forward.decoder import Decoder
 from spile.models.forward.splice import Change, added, only, replaced
 from spile.models.forward.weights import LayerSchedule, load_params
 from spile.models.sites import SPLICED
@@ -83,10 +83,9 @@ class Ours:
         self.params, _ = load_params(self.checkpoint, self.schedule, head=True, dtype=dtype)
 
     def step(self, taps: str, changes: dict[Tap, Change] | None = None) -> Callable[..., Any]:
-        return partial(
-            forward, arch=self.arch, taps=parse_taps(taps, self.arch), schedule=self.schedule,
-            attention=masked, store_dtype="float32", splice=changes,
-        )  # fmt: skip
+        chosen = parse_taps(taps, self.arch)
+        made = Decoder(self.arch, chosen, "float32", masked, splice=changes or {})
+        return lambda params, *inputs: made.forward(params, (*inputs, None), self.schedule)
 
     def run(self, taps: str, changes: dict[Tap, Change] | None = None) -> dict[str, np.ndarray]:
         step = jax.jit(self.step(taps, changes), compiler_options=quick.OPTIONS)

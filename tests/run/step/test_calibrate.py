@@ -21,7 +21,7 @@ from spile.objects import LocalObjects
 from spile.plan.job import ExtractionJob, prepare_unit
 from spile.plan.resolve import resolve, store_table
 from spile.run.step import calibrate
-from spile.run.step.load import load_step
+from spile.run.step.load import StepLoader
 from support import tiny
 
 ENOUGH = 2_048  # tokens; users' runs look at more
@@ -52,7 +52,8 @@ def measure(
 ) -> tuple[ExtractionJob, dict[str, np.ndarray]]:
     """As a run does before its first unit."""
     job, ledger = resolved(recipe, out)
-    load_step(job, ledger, jax.devices()[0], partial(PackedUnit.batches, rows=batch_rows))
+    loader = StepLoader(job, ledger, jax.devices()[0])
+    loader.step(partial(PackedUnit.batches, rows=batch_rows))
     scales = ledger.read_scales(job.table)
     assert scales is not None
     return job, scales

@@ -1,11 +1,9 @@
 """The compiled step: one shape, one compilation, and statistics of what is stored."""
 
 import itertools
-import logging
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,10 @@ from spile.dataset.codec.quantization import decode
 from spile.dataset.codec.statistics import TapStats
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.sae import SparseEncoder, load_arrays, open_sae
-from spile.models.forward.decoder import needs_whole_block
 from spile.models.forward.weights import LayerSchedule, Params, load_params
-from spile.models.sites import AFTER_BLOCKS
-from spile.models.taps import parse_taps
-from spile.run.step.resident import Step, StepOutput, StepSettings
-from support import saes, tiny
+from spile.run.step.resident import ResidentStep
+from spile.run.step.step import StepOutput
+from support import meshes, saes, tiny
 from support.marks import some
 
 # A tap of every kind: vectors, heads, heads by keys, single numbers.
@@ -38,22 +34,8 @@ def make_step(
     store_dtype: str = "float32",
     scales: dict[str, np.ndarray] | None = None,
     **given: Any,
-) -> Step:
-    checkpoint = open_checkpoint(str(model))
-    chosen = parse_taps(taps, checkpoint.arch)
-    depth = max(tap.layers_needed(checkpoint.arch) for tap in chosen)
-    schedule = LayerSchedule.of(checkpoint.arch, depth, whole=needs_whole_block(chosen, depth))
-    params, _ = load_params(
-        checkpoint,
-        schedule,
-        head=any(tap.site in AFTER_BLOCKS for tap in chosen),
-        dtype=jnp.dtype("float32"),
-    )
-    return Step(
-        params, checkpoint.arch, chosen, schedule,
-        compute_dtype="float32", store_dtype=store_dtype, device=jax.devices()[0], scales=scales,
-        **given,
-    )  # fmt: skip
+) -> ResidentStep:
+    return meshes.make_step(model, taps, None, store_dtype, scales=scales, **given)
 
 
 def make_batch(
@@ -203,11 +185,7 @@ def test_a_step_is_compiled_while_its_model_is_loading(model: Path) -> None:
     ready = make_step(model, "resid_post:1")
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), ready.params)
     loading: Future[Params] = Future()
-    arch = open_checkpoint(str(model)).arch
-    step = Step(
-        loading, arch, parse_taps("resid_post:1", arch), LayerSchedule.of(arch, 2, whole=True),
-        compute_dtype="float32", store_dtype="float32", device=jax.devices()[0], shapes=shapes,
-    )  # fmt: skip
+    step = ResidentStep(loading, ready.settings, shapes=shapes)
     batch = make_batch()
     step.compile(batch)
     assert not step.loaded(0.01)
@@ -380,22 +358,6 @@ def test_rows_leave_the_device_without_padding(model: Path, store_dtype: str) ->
     assert lengths[True] == {120} and lengths[False] <= {*range(0, 121, 15)}
 
 
-def test_a_program_with_room_for_more_contexts_serves_fewer(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(StepSettings, "contexts", lambda _, batch: batch.contexts)  # as for cuDNN
-    step, batch = make_step(model, "embed"), make_batch()
-
-    def program(contexts: int) -> object:
-        return step.compile(replace(batch, contexts=contexts))[0]
-
-    few, many = program(16), program(64)
-    assert few is not many
-    assert [program(n) for n in (16, 32, 64)] == [few, many, many]
-    assert program(256) not in (few, many)
-    assert program(32) is many, "decided once: other processes may have met them at other moments"
-
-
 def test_a_new_shape_is_compiled_once_and_never_if_compiled_ahead(model: Path) -> None:
     # Shapes of this test alone: jax itself remembers a program that another step has compiled.
     several, all_of_them, fewer = (40, 17, 0, 3, 3, 1, 2), (40,) * 7, (9, 40, 0, 3, 3, 1)
@@ -421,18 +383,6 @@ def test_a_new_shape_is_compiled_once_and_never_if_compiled_ahead(model: Path) -
             jax.block_until_ready(step(make_batch(seed, fewer)).batches[0].rows)
         step.compile(make_batch(7, fewer))
     assert len(compiled) == 2
-
-
-def test_threads_that_meet_a_new_shape_together_compile_it_once(
-    model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    step, batch = make_step(model, "embed"), make_batch(0, (40, 17, 0, 3, 3, 1, 2, 8, 9))
-    with caplog.at_level(logging.DEBUG, "spile"), ThreadPoolExecutor(3) as pool:
-        for done in [pool.submit(step.compile, batch) for _ in range(3)]:
-            done.result()
-    # (jax, asked twice for the very same, would compile it once.)
-    said = [line for line in caplog.messages if line.startswith("compiled a step")]
-    assert len(said) == 2
 
 
 def load(model: Path, depth: int, *, whole: bool) -> tuple[Params, dict[str, str]]:

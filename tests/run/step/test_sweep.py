@@ -15,7 +15,6 @@ from spile.dataset.records.ledger import Ledger
 from spile.models.forward import streamed, weights
 from spile.objects import open_objects
 from spile.plan import residency
-from spile.run.step import sweep
 from support import families, saes, tiny
 from support.marks import some
 from support.stored import unit_files
@@ -121,7 +120,7 @@ def test_a_sweep_of_several_batches_is_the_sum_of_them(
         return real(kept, rows, 3 * rows, *others, stream_bytes=spilled, **named)
 
     waiting: list[int] = []
-    fetch = sweep.Sweep._fetch
+    fetch = streamed.SpilledStreams.fetch
 
     def fetched(self: Any, passing: Any, number: int) -> None:
         fetch(self, passing, number)
@@ -129,7 +128,7 @@ def test_a_sweep_of_several_batches_is_the_sum_of_them(
         waiting.append(kinds.count("pinned_host"))
 
     monkeypatch.setattr(residency, "Residency", longer)
-    monkeypatch.setattr(sweep.Sweep, "_fetch", fetched)
+    monkeypatch.setattr(streamed.SpilledStreams, "fetch", fetched)
     assert extracted(given, tmp_path / "swept", "disk") == whole
     assert max(waiting) == spilled, "of three, one is used and one arrives"
 

@@ -8,12 +8,14 @@ ends above the deepest scanned block needs a slot to throw away.
 On a mesh, a device holds some rows of the batch, and one run of all tokens of the tapped values.
 """
 
-# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
-# pyright: standard
+# Strict, but for values that jax's own types leave unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,8 +60,8 @@ from spile.models.forward.ops import (
     xielu,
 )
 from spile.models.forward.sharding import Shards
-from spile.models.forward.splice import At, Changes, in_block, in_scan
-from spile.models.forward.weights import Arrays, Block, LayerSchedule, Params
+from spile.models.forward.splice import At, Change, Changes, in_block, in_scan
+from spile.models.forward.weights import Block, LayerSchedule, Params, WeightArrays
 from spile.models.sites import AFTER_BLOCKS, SITES
 from spile.models.taps import Tap, computed_as
 
@@ -132,168 +134,151 @@ class _Run:
         return jax.vmap(lambda row, columns: row[columns])(values, self.columns)
 
 
-def forward(
-    params: Params,
-    tokens: Places,
-    positions: Places,
-    segments: Places,
-    columns: Columns | None = None,
-    *,
-    arch: Arch,
-    taps: tuple[Tap, ...],
-    schedule: LayerSchedule,
-    attention: Attention,
-    store_dtype: str,
-    shards: Shards | None = None,
-    splice: Changes | None = None,
-) -> dict[str, Array]:
-    """Run the model down to the deepest tap; return each tap's values [rows x kept, ...], by name.
-
-    `columns` are the positions within each row to keep (all of them if it is not given). Where the
-    model is spliced, it continues with the changed values, and the tap holds those.
-    """
-    run = _run_of(
-        (tokens, positions, segments, columns), arch, taps, attention, shards, splice or {}
-    )
-    x, by_layer, outer = _embed(params.outer, run)
-    dtypes = {tap.site: jnp.dtype(tap.dtype(store_dtype)) for tap in taps}
-    dtypes["resid_post"] = jnp.dtype(store_dtype)  # `resid_pre` is read there
-    out = {
-        tap.name: run.flat(run.kept(outer[tap.site])).astype(dtypes[tap.site])
-        for tap in map(computed_as, taps)
-        if tap.site in outer
-    }
-    x, buffers = _run_blocks(params, x, by_layer, run, schedule, dtypes)
-    if run.wanted.keys() & set(AFTER_BLOCKS):
-        outer = _after_blocks(params.outer, x, run)
-        out |= {site: run.flat(outer[site]).astype(dtypes[site]) for site in outer}
-    for tap in taps:
-        met = computed_as(tap)
-        if met.layer is not None and (kept := _kept_as(met, arch)) in buffers:
-            values = buffers[kept][_layers_kept(run)[kept].index(met.layer)]
-            out[tap.name] = run.of_tap(tap, values)
-    return {tap.name: out[tap.name] for tap in taps}
-
-
-# -- the same in pieces, which a host runs one after another: see `run/step/sweep.py` --------------
-
 Inputs = tuple[Places, Places, Places, Columns | None]  # tokens, positions, segments, columns
+# What a block reads besides the stream: its own embeddings of the tokens, and borrowed keys and
+# values; None where it has or borrows none.
+Beside = tuple[Array | None, Lent | None]
+# Stages outside the blocks; any other stage is a block, known by its kind.
+BEFORE, AFTER = "before_blocks", "after_blocks"
 
 
-def before_blocks(
-    outer: Arrays,
-    embedded: Hidden | None,
-    inputs: Inputs,
-    *,
-    arch: Arch,
-    taps: tuple[Tap, ...],
-    store_dtype: str,
-    shards: Shards | None = None,
-    splice: Changes | None = None,
-) -> tuple[Hidden, tuple[Array, ...], Values]:
-    """The stream that enters the first block; and each block's own embeddings, if there are any.
+@dataclass(frozen=True)
+class Decoder:
+    """A forward pass with its taps and splices: everything that its program is compiled for."""
 
-    `embedded`: the tokens' rows of the embedding, if they were looked up elsewhere.
-    """
-    run = _run_of(inputs, arch, taps, None, shards, splice or {})
-    x, by_layer, values = _embed(outer, run, embedded)
-    own = () if by_layer is None else tuple(by_layer[:, :, n] for n in range(arch.num_layers))
-    named = {tap.name: values[tap.site] for tap in taps}
-    return x, own, _as_stored(named, taps, run, store_dtype)
+    arch: Arch
+    taps: tuple[Tap, ...]
+    store_dtype: str
+    attention: Attention | None  # None: no block runs
+    shards: Shards | None = None
+    splice: Changes = field(default_factory=dict[Tap, Change])
+    scores_all: bool = False  # attention weights of some block are tapped, not only of these taps
+
+    def forward(self, params: Params, inputs: Inputs, schedule: LayerSchedule) -> dict[str, Array]:
+        """Run the model down to the deepest tap; return each tap's values [rows x kept, ...].
+
+        The columns of `inputs` are the positions to keep within each row (all of them, if None).
+        Where the model is spliced, it continues with the changed values, and the tap holds those.
+        """
+        taps, run = self.taps, self._run(inputs)
+        x, by_layer, outer = _embed(params.outer, run)
+        dtypes = {tap.site: jnp.dtype(tap.dtype(self.store_dtype)) for tap in taps}
+        dtypes["resid_post"] = jnp.dtype(self.store_dtype)  # `resid_pre` is read there
+        out = {
+            tap.name: run.flat(run.kept(outer[tap.site])).astype(dtypes[tap.site])
+            for tap in map(computed_as, taps)
+            if tap.site in outer
+        }
+        x, buffers = _run_blocks(params, x, by_layer, run, schedule, dtypes)
+        if run.wanted.keys() & set(AFTER_BLOCKS):
+            outer = _after_blocks(params.outer, x, run)
+            out |= {site: run.flat(outer[site]).astype(dtypes[site]) for site in outer}
+        for tap in taps:
+            met = computed_as(tap)
+            if met.layer is not None and (kept := _kept_as(met, self.arch)) in buffers:
+                values = buffers[kept][_layers_kept(run)[kept].index(met.layer)]
+                out[tap.name] = run.of_tap(tap, values)
+        return {tap.name: out[tap.name] for tap in taps}
+
+    def stage(
+        self,
+        kind: Layer | str,
+        weights: WeightArrays,
+        stream: Hidden | None,
+        beside: Beside,
+        inputs: Inputs,
+    ) -> tuple[Hidden | None, Any, Values]:
+        """Run one stage of the model, for a host that runs one after another.
+
+        Taps and splices are those of the stage, each as `of_any_block` returns it.
+
+        Args:
+            kind: a block's kind, or `BEFORE` or `AFTER`.
+            stream: that enters the stage; for `BEFORE` the tokens' embeddings, or None to look
+                them up in `weights`.
+
+        Returns:
+            The stream that leaves the stage; the values that later stages need (each block's own
+            embeddings from `BEFORE`, keys and values from a block that lends); the tapped values.
+        """
+        run = self._run(inputs)
+        if kind == BEFORE:
+            x, by_layer, values = _embed(weights, run, stream)
+            layers = range(self.arch.num_layers)
+            own = () if by_layer is None else tuple(by_layer[:, :, n] for n in layers)
+            return x, own, self._as_stored(values, run)
+        assert stream is not None
+        if kind == AFTER:
+            values = _after_blocks(weights, stream, run)
+            flat = {tap: run.flat(values[tap.site]) for tap in self.taps}
+            dtype = self.store_dtype
+            return None, None, {tap.name: a.astype(tap.dtype(dtype)) for tap, a in flat.items()}
+        assert isinstance(kind, Layer)
+        x, lends, values = _block(stream, weights, kind, run, in_block(run.changes, 0), *beside)
+        lends = lends if self.arch.lends and not kind.borrows else None
+        return x, lends, self._as_stored(values, run)
+
+    def _as_stored(self, values: Values, run: _Run) -> Values:
+        """Return the values of each tap [rows x kept, ...], for the heads that it names."""
+        out: Values = {}
+        for tap in self.taps:
+            kept = run.kept(values[tap.site])
+            if tap.heads:
+                kept = kept[:, :, np.array(tap.heads)]
+            out[tap.name] = run.flat(kept).astype(tap.dtype(self.store_dtype))
+        return out
+
+    def _run(self, inputs: Inputs) -> _Run:
+        arch, shards = self.arch, self.shards
+        tokens, positions, segments, columns = inputs
+        attends: dict[int | None, Attend] = {}
+        if attention := self.attention:
+            whole = partial(attention_by_heads, attention, shards=shards) if shards else attention
+            sizes = {layer.chunk for layer in arch.layers}
+            attends = {size: whole(*chunked(segments, positions, size)) for size in sizes}
+        frequencies = [
+            rope.frequencies(dim, arch.rope_positions)
+            for rope, dim in zip(arch.ropes, arch.rope_dims, strict=True)
+        ]
+        wanted = _layers_by_site(self.taps)
+        return _Run(
+            arch, tokens, positions, segments, columns,
+            tuple(rotary_angles(positions, *each) for each in frequencies),
+            attends, wanted, _heads_kept(self.taps, arch), shards, changed_places(self.splice),
+            self.scores_all or "attn_pattern" in wanted,
+        )  # fmt: skip
 
 
-def one_block(
-    block: Block,
-    x: Hidden,
-    inputs: Inputs,
-    *,
-    arch: Arch,
-    layer: Layer,
-    taps: tuple[Tap, ...],
-    attention: Attention,
-    scores_all: bool,
-    store_dtype: str,
-    own: Array | None = None,
-    lent: Lent | None = None,
-    shards: Shards | None = None,
-    splice: Changes | None = None,
-) -> tuple[Hidden, Lent | None, Values]:
-    """One block, what it lends to later ones, and the values of its own taps.
-
-    All taps, spliced ones too, are as of block 0.
-
-    Args:
-        scores_all: attention weights of some block are tapped.
-        own: the block's own embeddings of the tokens, if it has some.
-        lent: what it borrows, if it does.
-    """
-    run = _run_of(inputs, arch, taps, attention, shards, splice or {})
-    at = in_block(run.changes, 0)
-    x, lends, values = _block(x, block, layer, replace(run, scores_all=scores_all), at, own, lent)
-    named = {tap.name: values[tap.site] for tap in taps}
-    lends = lends if arch.lends and not layer.borrows else None
-    return x, lends, _as_stored(named, taps, run, store_dtype)
-
-
-def after_blocks(
-    outer: Arrays,
-    x: Hidden,
-    inputs: Inputs,
-    *,
-    arch: Arch,
-    taps: tuple[Tap, ...],
-    store_dtype: str,
-    shards: Shards | None = None,
-) -> Values:
-    """From the last block's stream to the taps behind it."""
-    run = _run_of(inputs, arch, taps, None, shards, {})
-    values = _after_blocks(outer, x, run)
-    flat = {tap.name: run.flat(values[tap.site]) for tap in taps}
-    return {tap.name: flat[tap.name].astype(tap.dtype(store_dtype)) for tap in taps}
-
-
-def _as_stored(values: Values, taps: tuple[Tap, ...], run: "_Run", store_dtype: str) -> Values:
-    """The values of each tap [rows x kept, ...], its own heads alone."""
-    out: Values = {}
-    for tap in taps:
-        kept = run.kept(values[tap.name])
-        if tap.heads:
-            kept = kept[:, :, np.array(tap.heads)]
-        out[tap.name] = run.flat(kept).astype(tap.dtype(store_dtype))
-    return out
-
-
-def _run_of(
-    inputs: Inputs,
-    arch: Arch,
-    taps: tuple[Tap, ...],
-    attention: Attention | None,
-    shards: Shards | None,
-    splice: Changes,
-) -> _Run:
-    tokens, positions, segments, columns = inputs
+def changed_places(splice: Changes) -> dict[Tap, Change]:
+    """Return the changes by the place where each happens; refuse two at one place."""
     changes = {computed_as(tap): change for tap, change in splice.items()}
     if len(changes) < len(splice):
         raise ConfigError("splice: resid_pre of a block is resid_post of the one before; name one")
-    attends: dict[int | None, Attend] = {}
-    if attention is not None:
-        whole = partial(attention_by_heads, attention, shards=shards) if shards else attention
-        sizes = {layer.chunk for layer in arch.layers}
-        attends = {size: whole(*chunked(segments, positions, size)) for size in sizes}
-    frequencies = [
-        rope.frequencies(dim, arch.rope_positions)
-        for rope, dim in zip(arch.ropes, arch.rope_dims, strict=True)
-    ]
-    wanted = _layers_by_site(taps)
-    return _Run(
-        arch, tokens, positions, segments, columns,
-        tuple(rotary_angles(positions, *each) for each in frequencies),
-        attends, wanted, _heads_kept(taps, arch), shards, changes, "attn_pattern" in wanted,
-    )  # fmt: skip
+    return changes
+
+
+def stage_kinds(arch: Arch, depth: int) -> tuple[Layer | str, ...]:
+    """Return the kinds of all stages of a model's first blocks; stage -1 comes first."""
+    return BEFORE, *arch.layers[:depth], AFTER
+
+
+def by_stage(taps: Iterable[Tap], depth: int) -> dict[int, list[Tap]]:
+    """Group taps by the stage that computes them; -1: before the blocks, `depth`: after them."""
+    found: dict[int, list[Tap]] = {stage: [] for stage in range(-1, depth + 1)}
+    for tap in taps:
+        found[_stage_of(tap, depth)].append(tap)
+    return found
+
+
+def _stage_of(tap: Tap, depth: int) -> int:
+    met = computed_as(tap)
+    if tap.site in AFTER_BLOCKS:
+        return depth
+    return -1 if met.layer is None or met.site == "resid_pre" else met.layer
 
 
 def _embed(
-    outer: Arrays, run: _Run, embedded: Hidden | None = None
+    outer: WeightArrays, run: _Run, embedded: Hidden | None = None
 ) -> tuple[Hidden, Float[Array, "rows seq layers inner"] | None, Values]:
     """The stream that enters the first block, the embeddings of all blocks' own, if they have some,
     and the values that can be tapped before the blocks.
@@ -317,7 +302,7 @@ def _embed(
     return x, by_layer, {"embed": found, "resid_pre": x}
 
 
-def _layer_embeds(outer: Arrays, embedded: Hidden, run: _Run) -> Array:
+def _layer_embeds(outer: WeightArrays, embedded: Hidden, run: _Run) -> Array:
     """Each block's own embedding of the tokens: its row of a table, and a part of the usual one."""
     arch = run.arch
 
@@ -330,23 +315,15 @@ def _layer_embeds(outer: Arrays, embedded: Hidden, run: _Run) -> Array:
     return run.by_rows(scaled(part + split(found), 2.0**-0.5))
 
 
-def stage_of(tap: Tap, depth: int) -> int:
-    """The block that computes a tap's value; -1: before the blocks, `depth`: after them."""
-    met = computed_as(tap)
-    if tap.site in AFTER_BLOCKS:
-        return depth
-    return -1 if met.layer is None or met.site == "resid_pre" else met.layer
-
-
 def of_any_block(tap: Tap) -> Tap:
-    """A tap as its own block computes it, whichever block that is."""
+    """Return a tap as its own block computes it: a tap of block 0."""
     met = replace(computed_as(tap), heads=tap.heads)
     return met if met.layer is None else replace(met, layer=0)
 
 
 def needs_whole_block(taps: tuple[Tap, ...], depth: int) -> bool:
     """Whether the deepest block must run to its end."""
-    deepest = [tap for tap in map(computed_as, taps) if stage_of(tap, depth) >= depth - 1]
+    deepest = [tap for tap in map(computed_as, taps) if _stage_of(tap, depth) >= depth - 1]
     return any(tap.kind.reach is None for tap in deepest)
 
 
@@ -747,7 +724,7 @@ def _dense_mlp(
     return scaled(out, of_output), hidden
 
 
-def _after_blocks(outer: Arrays, x: Hidden, run: _Run) -> Values:
+def _after_blocks(outer: WeightArrays, x: Hidden, run: _Run) -> Values:
     """Apply the final norm, and the head to the kept rows only, in slices: logits are large."""
     arch, wanted = run.arch, run.wanted
     normed = _normed(run.kept(x), "final_norm", block=outer, arch=arch)

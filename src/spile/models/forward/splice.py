@@ -5,8 +5,9 @@ A change is a function of the values [rows, seq, ...]. Arrays that it needs go w
 `jax.tree_util.Partial`, so that other arrays of the same shape need no new program.
 """
 
-# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
-# pyright: standard
+# Strict, but for values that jax's own types leave unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

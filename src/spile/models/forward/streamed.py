@@ -1,35 +1,40 @@
-"""The blocks of a model that is larger than its device: each is there when its turn comes.
+"""Models that run block by block: the blocks in turn, and the walk of batches through them.
 
-A block is kept on the device, in host memory or in its files. While one of the streamed ones is
-used, the next is on its way, and files are read one further ahead. So the device holds three of
-them, besides those that it keeps: one whose work may not have ended, one that is used, and one that
-arrives. On a CPU, where nothing is copied, memory holds two: one that is used, one that is read.
+A block is kept on the device, in host memory or in its files. While the device computes one
+streamed block, the next is copied, and files are read one block further ahead. So the device holds
+three streamed blocks besides those that it keeps: one finishing, one computing, one being copied
+in. A CPU copies nothing, and its memory holds two: one computing, one being read.
 
-Copies to the device must be begun before the work that they shall hide behind: a GPU's runtime
-lets a copy wait for all work that was handed to the device before it.
+Start a copy before the work that should hide it: a GPU's runtime lets a copy wait for all work that
+was handed to the device before it.
 """
 
-# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
-# pyright: standard
+# Strict, but for values that jax's own types leave unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from spile.core.errors import InputError
 from spile.core.tensors import TensorInfo
+from spile.core.threads import NEVER, Cancellation
+from spile.models.config.arch import Layer
 from spile.models.config.specs import ParamSpec, outer_specs
 from spile.models.files.checkpoint import Checkpoint
+from spile.models.forward.decoder import Beside
 from spile.models.forward.sharding import PINNED
-from spile.models.forward.weights import ArrayLoader, Block
+from spile.models.forward.weights import ArrayLoader, Block, WeightArrays
 
 _LOOK = 0.002  # seconds between looks whether the device still works
 
@@ -209,10 +214,113 @@ class EmbeddingRows:
 
 
 def _in_file(checkpoint: Checkpoint, spec: ParamSpec) -> tuple[Path, TensorInfo] | None:
-    """The file and the place of an array that lies there as it is."""
+    """Return the file and the place of an array that is stored there unchanged."""
     (name,) = checkpoint.names(spec)
     changed = checkpoint.adapter is not None and name in checkpoint.adapter.targets
     if changed or name not in checkpoint.tensors:
         return None
     path, info = checkpoint.tensors[name]
     return (path, info) if isinstance(path, Path) else None
+
+
+@dataclass(frozen=True)
+class SweptModel:
+    """A model that runs block by block."""
+
+    blocks: StreamedBlocks
+    outer: WeightArrays  # used before and after the blocks
+    embedding: EmbeddingRows | None = None  # None: the embedding is in `outer`
+
+
+@dataclass
+class Passing:
+    """A batch on its way through the blocks, with the values that later blocks need."""
+
+    stream: Any = None
+    own: dict[int, Any] = field(default_factory=dict[int, Any])  # embeddings of blocks to come
+    lent: dict[int | None, Any] = field(default_factory=dict["int | None", Any])  # by window
+    done: Any = None  # ready when the device has finished all work on the batch so far
+
+    def beside(self, stage: int, kind: Layer | str) -> Beside:
+        """Return what a stage reads besides the stream."""
+        borrowed = self.lent[kind.window] if isinstance(kind, Layer) and kind.borrows else None
+        return self.own.pop(stage, None), borrowed
+
+    def keep(self, kind: Layer | str, onward: Any) -> None:
+        """Keep what a stage has computed for later ones."""
+        if isinstance(kind, Layer):
+            self.lent |= {} if onward is None else {kind.window: onward}
+        elif onward is not None:
+            self.own = dict(enumerate(onward))
+
+
+@dataclass(frozen=True)
+class SpilledStreams:
+    """Keeps the streams of all but a few batches in host memory between blocks."""
+
+    device: Sharding
+    host: Sharding
+
+    def fetch(self, passing: Sequence[Passing], number: int) -> None:
+        """Bring a batch's stream to the device, and begin to bring the next one's."""
+        for each in (passing[number], passing[(number + 1) % len(passing)]):
+            if each.stream is not None:
+                each.stream = jax.device_put(each.stream, self.device)
+
+    def spill(self, passing: Sequence[Passing], number: int) -> None:
+        """Begin to move a batch's stream to the host; wait for the one before the last."""
+        each = passing[number]
+        each.stream = jax.device_put(each.stream, self.host)
+        jax.block_until_ready(passing[(number - 2) % len(passing)].stream)
+
+
+_Batch = TypeVar("_Batch", bound=Passing)
+
+
+def walk(
+    kinds: Sequence[Layer | str],
+    model: SweptModel,
+    batches: Iterable[_Batch],
+    run: Callable[[int, Any, Beside, _Batch], tuple[Any, Any, Any]],
+    spilled: SpilledStreams | None = None,
+    cancellation: Cancellation = NEVER,
+) -> list[_Batch]:
+    """Take batches through the stages of a model, all of them through one before the next.
+
+    Args:
+        kinds: the stages, as `stage_kinds` returns them, as far as the walk should go.
+        run: runs a stage for a batch. It takes the stage's number (-1: before the blocks), its
+            weights, what it reads besides the stream, and the batch. It returns the next stream,
+            what later stages need, and an array that is ready when the stage is.
+        spilled: moves streams between device and host; None: they stay on the device.
+        cancellation: checked between blocks.
+    """
+    passing: list[_Batch] = []
+
+    def advance(stage: int, weights: Any, number: int) -> None:
+        kind, each = kinds[stage + 1], passing[number]
+        beside = each.beside(stage, kind)
+        each.stream, onward, each.done = run(stage, weights, beside, each)
+        each.keep(kind, onward)
+        if stage + 2 == len(kinds):
+            each.stream = None
+            each.lent.clear()
+        elif spilled:
+            spilled.spill(passing, number)
+
+    for number, batch in enumerate(batches):
+        passing.append(batch)
+        advance(-1, model.outer, number)
+    for stage, kind in enumerate(kinds[1:]):
+        weights = model.outer
+        if isinstance(kind, Layer):
+            cancellation.check()
+            weights = model.blocks.take(stage)
+        for number in range(len(passing)):
+            if spilled:
+                spilled.fetch(passing, number)
+            advance(stage, weights, number)
+        if isinstance(kind, Layer):
+            model.blocks.used(stage, passing[-1].done)
+        del weights  # or the block would stay in memory while the next one comes
+    return passing

@@ -7,8 +7,9 @@ hashes in the store, and every later one compares before its first commit. So we
 under the same path cannot end up in half of a dataset.
 """
 
-# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
-# pyright: standard
+# Strict, but for values that jax's own types leave unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
 import math
 import mmap
@@ -56,8 +57,8 @@ _READ = 8 << 20  # bytes that are read and hashed at a time
 
 Index = tuple[slice, ...]
 # Arrays by name, or `Float8Weight`; jax substitutes placeholders while it inspects the tree.
-Arrays = dict[str, Any]
-Block = Arrays  # of one block; inside `Params.cycle` each has a leading axis of cycles
+WeightArrays = dict[str, Any]
+Block = WeightArrays  # of one block; inside `Params.cycle` each has a leading axis of cycles
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +71,7 @@ class Params:
     fill a period in `tail`, one by one.
     """
 
-    outer: Arrays
+    outer: WeightArrays
     cycle: tuple[Block, ...]
     tail: tuple[Block, ...]
     lead: tuple[Block, ...] = ()
@@ -167,10 +168,10 @@ def abstract_params(
             lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), shaped, places
         )
 
-    def shapes(specs: Sequence[ParamSpec], stack: tuple[int, ...] = ()) -> Arrays:
+    def shapes(specs: Sequence[ParamSpec], stack: tuple[int, ...] = ()) -> WeightArrays:
         return {spec.name: array(spec, stack) for spec in specs}
 
-    late = set() if head else {spec.name for spec in head_specs(arch)}
+    late = {spec.name for spec in head_specs(arch) if not head}
     blocks = [block_specs(arch, layer) for layer in arch.layers[: schedule.depth]]
     cycle = blocks[schedule.lead :][: schedule.period] if schedule.cycles else []
     return Params(
@@ -254,7 +255,7 @@ class ArrayLoader:
         )
         return Params(self.outer(head=head), cycle, tail, lead)
 
-    def outer(self, *, head: bool, embedding: bool = True) -> Arrays:
+    def outer(self, *, head: bool, embedding: bool = True) -> WeightArrays:
         """The arrays before and, if `head`, after the blocks."""
         arch = self._checkpoint.arch
         late = {spec.name for spec in head_specs(arch)}
@@ -381,20 +382,20 @@ class ArrayLoader:
         return out
 
     @cached_property
-    def _decode(self) -> Callable[[Arrays], Arrays]:
+    def _decode(self) -> Callable[[WeightArrays], WeightArrays]:
         """Decodes the stored tensors of a block, which have the names of its kind's first one's."""
 
         kinds = dict.fromkeys(self._checkpoint.arch.layers)
         every = dict.fromkeys(s for k in kinds for s in block_specs(self._checkpoint.arch, k))
 
-        def decode(stored: Arrays) -> Arrays:
+        def decode(stored: WeightArrays) -> WeightArrays:
             packed = filter(self._packs, every)
             first = {s: self._stored(s, self._checkpoint.layer_with(s))[0][0] for s in packed}
             return {s.name: self._decoded(s, stored) for s, name in first.items() if name in stored}
 
         return jax.jit(decode)
 
-    def _decoded(self, spec: ParamSpec, stored: Arrays) -> Any:
+    def _decoded(self, spec: ParamSpec, stored: WeightArrays) -> Any:
         checkpoint, source = self._checkpoint, self._checkpoint.source(spec.name)
         arrays: list[jax.Array] = []
         layer = checkpoint.layer_with(spec)

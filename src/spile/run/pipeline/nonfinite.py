@@ -18,8 +18,7 @@ from spile.corpus.pack import Batch
 from spile.dataset.codec.documents import kept_of
 from spile.models.taps import Tap
 from spile.plan.job import ExtractionJob, PreparedUnit
-from spile.run.pipeline.profile import ProfiledStep
-from spile.run.step.resident import Step, StepOutput
+from spile.run.step.step import Step, StepOutput
 
 _log = logging.getLogger("spile.run")
 _LONGEST = 60  # characters shown of a value kept of a document
@@ -82,7 +81,7 @@ class NonfiniteError(DataError):
         self.found = found
         super().__init__(found.told(where or found.candidates()))
 
-    def traced(self, step: Step | ProfiledStep, batches: Iterator[Batch]) -> "NonfiniteError":
+    def traced(self, step: Step, batches: Iterator[Batch]) -> "NonfiniteError":
         """The same error with the token it came from; `batches`: all of the unit, as run before."""
         try:
             place = _source(self.found, step, batches)
@@ -122,9 +121,7 @@ def nonfinite_error(
     return NonfiniteError(Found(taps[name], name, prepared, row, name in int8))
 
 
-def _source(
-    found: Found, step: Step | ProfiledStep, batches: Iterator[Batch]
-) -> tuple[int, int] | None:
+def _source(found: Found, step: Step, batches: Iterator[Batch]) -> tuple[int, int] | None:
     """The packed row and the column of the first token that causes a nonfinite value."""
     first_row, batch = 0, next(batches)
     while first_row + len(batch.tokens) <= found.row:

@@ -4,7 +4,7 @@ import gzip
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ import jax
 
 from spile.core.errors import ConfigError, DataError
 from spile.corpus.pack import Batch
-from spile.run.step.resident import Step, StepOutput
+from spile.run.step.step import StagePrograms, Step, StepOutput
 
 _DIRECTORY = "spile-profile"
 _STEP = "spile_step"  # name of a step in a trace
@@ -96,7 +96,7 @@ class ProfiledStep:
     def loaded(self, seconds: float) -> bool:
         return self._step.loaded(seconds)
 
-    def compile(self, batch: Batch) -> tuple[Any, Any]:
+    def compile(self, batch: Batch) -> Sequence[StagePrograms]:
         return self._step.compile(batch)
 
     def __call__(self, batch: Batch) -> StepOutput:

@@ -24,7 +24,7 @@ from spile.dataset.write.unit_writer import UnitWriter
 from spile.metrics.values import next_token_counts, tap_counts
 from spile.plan.job import ExtractionJob, PreparedUnit
 from spile.run.pipeline.nonfinite import by_stored_name, nonfinite_error
-from spile.run.step.resident import StepOutput
+from spile.run.step.step import StepOutput
 from spile.run.world.world import RunContext
 
 _log = logging.getLogger("spile.run")

@@ -24,9 +24,8 @@ from spile.metrics import Counters
 from spile.plan.job import ExtractionJob, PreparedUnit, prepare_unit
 from spile.run.pipeline.nonfinite import NonfiniteError
 from spile.run.pipeline.pickers import Picker
-from spile.run.pipeline.profile import ProfiledStep
 from spile.run.pipeline.sink import Sink, Taker
-from spile.run.step.resident import Step, StepOutput
+from spile.run.step.step import Step, StepOutput
 from spile.run.world.world import RunContext
 
 _log = logging.getLogger("spile.run")
@@ -99,7 +98,7 @@ class Worker:
         self,
         context: RunContext,
         job: ExtractionJob,
-        step: Step | ProfiledStep,
+        step: Step,
         batches: Callable[[PackedUnit], Iterator[Batch]],
         picker: Picker,
         *,

@@ -12,7 +12,7 @@ from spile.dataset.codec.quantization import DECODED, INT8_MAX
 from spile.dataset.records.format import SCALE_DTYPE
 from spile.dataset.records.ledger import Ledger
 from spile.plan.job import ExtractionJob, prepare_unit
-from spile.run.step.resident import Step
+from spile.run.step.step import Step
 from spile.run.world.world import World
 
 _log = logging.getLogger("spile.run")

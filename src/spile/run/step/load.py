@@ -1,14 +1,16 @@
-"""Load a job's model and make the step that runs it."""
+"""Load a job's model, resident or swept, and make the step that runs it."""
 
-# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
-# pyright: standard
+# Strict, but for values that jax's own types leave unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import jax
 
@@ -19,138 +21,182 @@ from spile.corpus.pack import Batch, PackedUnit
 from spile.dataset.records.ledger import Ledger
 from spile.metrics import Counters
 from spile.models.config.specs import array_axes
-from spile.models.files.sae import Arrays, SparseEncoder, load_arrays
+from spile.models.files.sae import load_arrays
 from spile.models.forward.decoder import needs_whole_block
 from spile.models.forward.sharding import Shards, make_mesh
 from spile.models.forward.sparse_latents import device_arrays
 from spile.models.forward.splice import load_changes
-from spile.models.forward.streamed import EmbeddingRows, load_blocks
-from spile.models.forward.weights import ArrayLoader, LayerSchedule, abstract_params
+from spile.models.forward.streamed import EmbeddingRows, SweptModel, load_blocks
+from spile.models.forward.weights import ArrayLoader, LayerSchedule, Params, abstract_params
 from spile.models.layout import ONE_DEVICE, Cuts
 from spile.plan.job import ExtractionJob
 from spile.plan.residency import Residency
 from spile.run.step.calibrate import channel_scales
-from spile.run.step.resident import Step
-from spile.run.step.sweep import Sweep, SweptModel
+from spile.run.step.resident import ResidentStep
+from spile.run.step.step import StepDevices, StepSettings
+from spile.run.step.stored import Extras
+from spile.run.step.sweep import Sweep, SweepOptions
 from spile.run.world.devices import memory_limit, memory_used
 from spile.run.world.world import SingleWorld, World
 
 _log = logging.getLogger("spile.run")
+_Model = TypeVar("_Model", Params, SweptModel)
 
 
-def load_step(
-    job: ExtractionJob,
-    ledger: Ledger,
-    device: Any,
-    batches: Callable[[PackedUnit], Iterator[Batch]],
-    cuts: Cuts = ONE_DEVICE,
-    world: World | None = None,
-    *,
-    residency: Residency | None = None,
-    attention: str = "auto",
-    counters: Counters | None = None,
-) -> Step:
-    """Return a step that runs a job's batches.
+@dataclass(frozen=True)
+class StepLoader:
+    """Loads a job's model, and makes the step that runs its batches."""
 
-    A process that works alone loads the model in the background, so that the step can be compiled
-    and the first texts read meanwhile; its first call waits for the model.
+    job: ExtractionJob
+    ledger: Ledger
+    device: Any
+    cuts: Cuts = ONE_DEVICE
+    world: World = field(default_factory=SingleWorld)
+    residency: Residency | None = None  # where blocks are kept; None: on the device
+    attention: str = "auto"  # kernel, as `--attention` has it
+    counters: Counters = field(default_factory=Counters)
 
-    Args:
-        residency: where blocks are kept; on the device, if it is not given.
-        attention: the kernel (`--attention`).
-    """
-    world, counters = world or SingleWorld(), counters or Counters()
-    arch, recipe = job.checkpoint.arch, job.recipe
-    shards = None
-    if cuts.layout.size > 1:
-        shards = Shards(make_mesh(cuts.layout, jax.devices()), cuts, array_axes(arch))
-    streams = residency is not None and residency.streams
-    swept = streams or device.platform == "cpu"
-    looks_up = residency is not None and residency.looks_up
-    schedule = LayerSchedule.of(arch, job.layers, whole=needs_whole_block(job.taps, job.layers))
-    if swept:
-        schedule = schedule.one_by_one
-    dtype, computed = DTYPES_BY_NAME[recipe.compute_dtype], activation_dtype(recipe.compute_dtype)
-    encoders: dict[str, tuple[SparseEncoder, Arrays]] = {}
-    hashes: dict[str, str] = {}
-    for tap, encoder in job.encoders.items():
-        arrays, digests = load_arrays(encoder.sae)
-        encoders[tap] = encoder, device_arrays(arrays, computed)
-        hashes |= {f"encoder of {tap}: {name}": digest for name, digest in digests.items()}
-    splices, digests = load_changes(job.splices, computed, shards)
-    hashes |= digests
-    loader = ArrayLoader(job.checkpoint, schedule, dtype, shards)
+    def step(self, batches: Callable[[PackedUnit], Iterator[Batch]]) -> ResidentStep | Sweep:
+        """Return the step; `batches` cuts a packed unit into steps.
 
-    def compare_hashes() -> None:
-        """Refuse weights that are not those of the dataset's other units."""
-        digests = loader.digests(world.process, world.processes, head=job.needs_head)
-        shares = world.gather("weights", digests | hashes)
-        if shares is not None:
-            ledger.check_weights({name: hash for share in shares for name, hash in share.items()})
-        world.share("weights", True)
+        A process that works alone loads the model in the background, so that the step can be
+        compiled and the first texts read meanwhile; its first call waits for the model.
+        """
+        settings, extras, _ = self._prepared
+        make = self._sweep() if self._swept else self._resident()
+        if settings.store_dtype != "int8":
+            return make(settings, extras)
+        measuring = make(replace(settings, store_dtype=settings.computed), extras)
+        scales = channel_scales(self.job, self.ledger, measuring, batches, self.world)
+        return make(settings, replace(extras, scales=scales))
 
-    def load() -> Any:
-        before = memory_used(device)
-        with counters.timed("loading"):
-            if swept:
-                kept = residency.kept if residency else ("resident",) * schedule.depth
-                blocks = load_blocks(loader, kept, device)
-                needed = not looks_up or (job.needs_head and arch.tied_head)
-                outer = loader.outer(head=job.needs_head, embedding=needed)
-                rows = EmbeddingRows(job.checkpoint, loader) if looks_up else None
-                model = SweptModel(blocks, rows, outer)
-            else:
-                model = loader.params(head=job.needs_head)
-        if not streams:
-            compare_hashes()
-        if jax.device_count() > 1:
-            _log.info(
-                "each device: %.2f GB in use before loading, %.2f GB after, of %s",
-                before / 1e9,
-                memory_used(device) / 1e9,
-                _gigabytes(memory_limit(device)),
-            )
-        return model
+    def _resident(self) -> Callable[[StepSettings, Extras], ResidentStep]:
+        model = self._in_background(partial(self._loader.params, head=self.job.needs_head))
+        return lambda settings, extras: ResidentStep(model, settings, extras, self._shapes)
 
-    pool = ThreadPoolExecutor(1, "load")
-    loading = pool.submit(load)
-    pool.shutdown(wait=False)
-    kind: Any = Step
-    if swept:
-        rows = residency.batch_rows * cuts.layout.groups if residency else sys.maxsize
-        kind = partial(
-            Sweep,
-            rows=rows,
-            looks_up=looks_up,
+    def _sweep(self) -> Callable[[StepSettings, Extras], Sweep]:
+        residency, world = self.residency, self.world
+        options = SweepOptions(
+            rows=residency.batch_rows * self.cuts.layout.groups if residency else sys.maxsize,
+            looks_up=residency is not None and residency.looks_up,
             spills=residency is not None and residency.spills,
             # (Processes that are joined must not stop at different blocks.)
             cancellation=cancellation() if world.processes == 1 else NEVER,
-            read=compare_hashes if streams else lambda: None,
-            waited=lambda seconds: counters.add(waited_for_weights=seconds),
+            read=self._compare_hashes if self._streams else lambda: None,
+            waited=lambda seconds: self.counters.add(waited_for_weights=seconds),
         )
-    make = partial(
-        kind,
-        loading,
-        arch,
-        job.taps,
-        schedule,
-        compute_dtype=recipe.compute_dtype,
-        device=device,
-        shards=shards,
-        encoders=encoders,
-        splices=splices,
-        attention=attention,
-        shapes=abstract_params(arch, schedule, head=job.needs_head, dtype=dtype, shards=shards),
-    )
-    if world.processes > 1:  # what processes tell each other has one order
-        with counters.timed("waited_for_model"):
-            loading.result()
-    scales = None
-    if recipe.store_dtype == "int8":
-        measuring = make(store_dtype=computed)
-        scales = channel_scales(job, ledger, measuring, batches, world)
-    return make(store_dtype=recipe.store_dtype, scales=scales)
 
+        job, loader = self.job, self._loader
 
-def _gigabytes(size: int | None) -> str:
-    return "an unknown total" if size is None else f"{size / 1e9:.2f} GB"
+        def load() -> SweptModel:
+            kept = residency.kept if residency else ("resident",) * self._schedule.depth
+            blocks = load_blocks(loader, kept, self.device)
+            tied = job.needs_head and job.checkpoint.arch.tied_head
+            embedding = not options.looks_up or tied
+            outer = loader.outer(head=job.needs_head, embedding=embedding)
+            looked_up = EmbeddingRows(job.checkpoint, loader) if options.looks_up else None
+            return SweptModel(blocks, outer, looked_up)
+
+        model = self._in_background(load)
+        return lambda settings, extras: Sweep(model, settings, self._shapes, options, extras)
+
+    def _in_background(self, load: Callable[[], _Model]) -> "Future[_Model]":
+        """Begin to load a model; processes that are joined wait for it here."""
+
+        def told() -> _Model:
+            before = memory_used(self.device)
+            with self.counters.timed("loading"):
+                model = load()
+            if not self._streams:
+                self._compare_hashes()
+            if jax.device_count() > 1:
+                limit = memory_limit(self.device)
+                _log.info(
+                    "each device: %.2f GB in use before loading, %.2f GB after, of %s",
+                    before / 1e9,
+                    memory_used(self.device) / 1e9,
+                    "an unknown total" if limit is None else f"{limit / 1e9:.2f} GB",
+                )
+            return model
+
+        pool = ThreadPoolExecutor(1, "load")
+        loading = pool.submit(told)
+        pool.shutdown(wait=False)
+        if self.world.processes > 1:  # they exchange messages in one fixed order
+            with self.counters.timed("waited_for_model"):
+                loading.result()
+        return loading
+
+    def _compare_hashes(self) -> None:
+        """Refuse weights that differ from those of the dataset's other units."""
+        world = self.world
+        digests = self._loader.digests(world.process, world.processes, head=self.job.needs_head)
+        shares = world.gather("weights", digests | self._prepared[-1])
+        if shares is not None:
+            found = {name: hash for share in shares for name, hash in share.items()}
+            self.ledger.check_weights(found)
+        world.share("weights", True)
+
+    # -- what is loaded ----------------------------------------------------------------------------
+
+    @cached_property
+    def _prepared(self) -> tuple[StepSettings, Extras, dict[str, str]]:
+        """The settings, the arrays of encoders and splices, and hashes of those arrays by name."""
+        job, recipe = self.job, self.job.recipe
+        computed = activation_dtype(recipe.compute_dtype)
+        encoders: dict[str, Mapping[str, Any]] = {}
+        hashes: dict[str, str] = {}
+        for tap, encoder in job.encoders.items():
+            arrays, digests = load_arrays(encoder.sae)
+            encoders[tap] = device_arrays(arrays, computed)
+            hashes |= {f"encoder of {tap}: {name}": digest for name, digest in digests.items()}
+        changes, digests = load_changes(job.splices, computed, self._shards)
+        settings = StepSettings(
+            arch=job.checkpoint.arch,
+            taps=job.taps,
+            schedule=self._schedule,
+            place=StepDevices(self.device, self._shards),
+            compute_dtype=recipe.compute_dtype,
+            store_dtype=recipe.store_dtype,
+            attention=self.attention,
+            encoders=job.encoders,
+            spliced=tuple(changes),
+        )
+        return settings, Extras({}, encoders, tuple(changes.values())), hashes | digests
+
+    @property
+    def _streams(self) -> bool:
+        return self.residency is not None and self.residency.streams
+
+    @property
+    def _swept(self) -> bool:
+        return self._streams or self.device.platform == "cpu"
+
+    @cached_property
+    def _shards(self) -> Shards | None:
+        if self.cuts.layout.size == 1:
+            return None
+        axes = array_axes(self.job.checkpoint.arch)
+        return Shards(make_mesh(self.cuts.layout, jax.devices()), self.cuts, axes)
+
+    @cached_property
+    def _schedule(self) -> LayerSchedule:
+        taps, depth = self.job.taps, self.job.layers
+        whole = needs_whole_block(taps, depth)
+        schedule = LayerSchedule.of(self.job.checkpoint.arch, depth, whole=whole)
+        return schedule.one_by_one if self._swept else schedule
+
+    @cached_property
+    def _loader(self) -> ArrayLoader:
+        dtype = DTYPES_BY_NAME[self.job.recipe.compute_dtype]
+        return ArrayLoader(self.job.checkpoint, self._schedule, dtype, self._shards)
+
+    @cached_property
+    def _shapes(self) -> Params:
+        return abstract_params(
+            self.job.checkpoint.arch,
+            self._schedule,
+            head=self.job.needs_head,
+            dtype=DTYPES_BY_NAME[self.job.recipe.compute_dtype],
+            shards=self._shards,
+        )

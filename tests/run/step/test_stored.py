@@ -9,7 +9,7 @@ import pytest
 
 from spile.dataset.codec import quantization as quant
 from spile.dataset.records.format import TapInfo
-from spile.run.step.resident import encode_rows
+from spile.run.step.stored import encode_rows
 from support.marks import some
 
 SHAPES = [(24,), (4, 6), ()]

@@ -1,0 +1,498 @@
+"""Steps: what they share, and what comes out of one.
+
+A step takes one batch of fixed shape and returns the rows of every tap and their statistics. It has
+two forms: in `resident.py` the devices hold the whole model; `sweep.py` runs it block by block.
+Programs are compiled for each of a few shapes before their first use. A call runs the compiled
+program itself, so a new shape cannot cause an unnoticed recompilation.
+"""
+
+# Strict, but for values that jax's own types leave unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+from jax.tree_util import Partial
+from jaxtyping import Array
+
+from spile.core.config import activation_dtype
+from spile.corpus.pack import Batch
+from spile.dataset.codec.quantization import QUANTIZED
+from spile.dataset.codec.statistics import TapStats
+from spile.dataset.records.format import scale_name
+from spile.models.config.arch import Arch, Layer
+from spile.models.files.sae import SparseEncoder
+from spile.models.forward.decoder import AFTER, BEFORE, Beside, Decoder, Inputs
+from spile.models.forward.kernels import chosen_kernels, for_platform
+from spile.models.forward.sharding import PINNED, Shards, local_runs, put
+from spile.models.forward.weights import LayerSchedule, Params, WeightArrays
+from spile.models.taps import Tap
+from spile.run.step.stored import Extras, Reduced, StoredForm, packing
+
+_log = logging.getLogger("spile.run")
+
+_LENGTHS = 8  # distinct numbers of rows that may leave the device; each has its own program
+
+# Of a batch: tokens, positions, segments, counts, columns. On the host or on the device.
+StepInputs = tuple[Any, Any, Any, Any, Any]
+Computed = tuple[dict[str, Array], dict[str, Reduced]]  # stored rows, and their statistics
+
+
+class StagePrograms(NamedTuple):
+    """The compiled program of a stage, and the one that packs its rows (None: it stores none)."""
+
+    run: Any
+    compact: Any
+
+
+class Step(Protocol):
+    """Runs batches through a model. It can be compiled before the model is loaded."""
+
+    def __call__(self, batch: Batch) -> "StepOutput":
+        """Start a step; return its output, which is still being computed."""
+        ...
+
+    def compile(self, batch: Batch) -> Sequence[StagePrograms]:
+        """Compile every program that a batch of this shape needs, if that has not been done."""
+        ...
+
+    def loaded(self, seconds: float) -> bool:
+        """Wait up to `seconds` for the model; return whether loading has ended, well or not."""
+        ...
+
+
+# -- the output --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The kept tokens of a batch, by device; each device has one run of the flattened rows."""
+
+    places: np.ndarray  # [devices x longest]: places of kept tokens in a device's run, then zeros
+    counts: np.ndarray  # [devices]: kept tokens of each
+    parts: np.ndarray  # [devices, parts of a run]: kept tokens of each part
+    size: int  # tokens in a part
+
+    @classmethod
+    def of(cls, batch: Batch, devices: int) -> "Runs":
+        """Pad places to one of a few lengths, each of which is compiled once.
+
+        If all tokens are kept, there is only one length: compiling another while steps run would
+        make the device wait.
+        """
+        rows, width = (batch.tokens if batch.columns is None else batch.columns).shape
+        places = np.concatenate([row * width + np.arange(n) for row, n in enumerate(batch.counts)])
+        run = rows * width // devices
+        ends = np.searchsorted(places, run * np.arange(1, devices + 1))
+        by_device = np.split(places, ends[:-1])
+        counts = np.diff(ends, prepend=0)
+        unit = -(-run // _LENGTHS)
+        longest = min(run, -(-int(counts.max()) // unit) * unit)
+        if batch.columns is None:
+            longest = run
+        padded = np.zeros((devices, longest), np.int32)
+        for device, own in enumerate(by_device):
+            padded[device, : len(own)] = own - device * run
+        size = width if run % width == 0 else run
+        parts = np.bincount(places // size, minlength=rows * width // size)
+        return cls(padded.reshape(-1), counts, parts.reshape(devices, -1), size)
+
+    def __getitem__(self, devices: slice) -> "Runs":
+        """The runs of some of the devices."""
+        return replace(self, counts=self.counts[devices], parts=self.parts[devices])
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Stored rows and their statistics, on their way to the host."""
+
+    runs: Runs  # of this process's devices
+    rows: Mapping[str, Array]
+    reduced: Mapping[str, Reduced]
+
+    def pieces_of(self, tap: str) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        runs = local_runs(self.rows[tap])
+        scale = self.rows.get(scale_name(tap))
+        scales = [None] * len(runs) if scale is None else local_runs(scale)
+        for count, rows, by_row in zip(self.runs.counts, runs, scales, strict=True):
+            yield rows[:count], None if by_row is None else by_row[:count]
+
+    def stats_of(self, tap: str) -> list[TapStats]:
+        host = {name: np.concatenate(local_runs(a)) for name, a in self.reduced[tap].items()}
+        # (In channels that hold infinities the rest is not finite: take it as 0.)
+        rest = np.nan_to_num(host["rest"].astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+        mean = host["mean"] + rest
+        return [
+            TapStats(
+                int(count),
+                mean[part],
+                np.maximum(host["m2"][part] - int(count) * rest[part] ** 2, 0.0),
+                float(host["norm_sum"][part]),
+                float(host["max_abs"][part]),
+                int(host["nonfinite"][part]),
+                int(host["clipped"][part]) if "clipped" in host else 0,
+                int(host["truncated"][part]) if "truncated" in host else 0,
+            )
+            for part, count in enumerate(self.runs.parts.reshape(-1))
+            if count
+        ]
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """The output of a step; reading any of it waits for it to arrive on the host."""
+
+    tokens: int  # read by all devices
+    batches: tuple[StepRows, ...]  # computed one after another, in stored order
+    started: float  # when the step was handed to the device (`time.perf_counter`)
+    finished: Array  # ready when the device has finished the step, even if copies still run
+
+    @property
+    def num_rows(self) -> int:
+        return sum(int(each.runs.counts.sum()) for each in self.batches)
+
+    @property
+    def counts(self) -> np.ndarray:
+        """The kept tokens of each packed row, or part of one."""
+        return np.concatenate([each.runs.parts.reshape(-1) for each in self.batches])
+
+    def pieces_of(self, tap: str) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """[kept rows, ...] on the host, in stored order, device by device: views, not copies.
+
+        Each comes with the scale of each row, if rows have scales.
+        """
+        for each in self.batches:
+            yield from each.pieces_of(tap)
+
+    def copied_of(self, tap: str) -> int:
+        """Bytes of a tap copied from this process's devices; 0 if the host is the device."""
+        return sum(
+            shard.data.nbytes
+            for each in self.batches
+            if each.rows[tap].sharding.memory_kind == PINNED
+            for shard in each.rows[tap].addressable_shards
+        )
+
+    def rows_of(self, tap: str) -> np.ndarray:
+        pieces = [rows for rows, _ in self.pieces_of(tap)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def stats_of(self, tap: str) -> list[TapStats]:
+        """One entry per packed row, or part of one, that holds kept tokens, in order."""
+        return [stats for each in self.batches for stats in each.stats_of(tap)]
+
+    def nonfinite_of(self, tap: str) -> np.ndarray:
+        """The number of nonfinite values, by packed row, or part of one."""
+        arrays = [each.reduced[tap]["nonfinite"] for each in self.batches]
+        return np.concatenate([run for array in arrays for run in local_runs(array)])
+
+
+# -- what both forms are made of ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepDevices:
+    """The devices that a step runs on, and how its arrays are laid out there."""
+
+    device: Any  # one of them; the only one, if there are no `shards`
+    shards: Shards | None = None
+
+    @property
+    def devices(self) -> int:
+        return self.shards.layout.size if self.shards else 1
+
+    @property
+    def own(self) -> slice:
+        """This process's devices, as a slice of all."""
+        if self.shards is None:
+            return slice(None)
+        owners = [device.process_index for device in self.shards.mesh.devices.flat]
+        first = owners.index(jax.process_index())
+        return slice(first, first + owners.count(jax.process_index()))
+
+    @cached_property
+    def host(self) -> Sharding | None:
+        """The sharding of rows that leave the device; None if there is nothing to copy.
+
+        Copies into pinned memory run at the link's full rate and beside the next step; ordinary
+        copies do neither. On a CPU, host and device memory are the same.
+        """
+        if self.device.platform == "cpu":
+            return None
+        if self.shards:
+            return self.shards.by_runs(PINNED)
+        return SingleDeviceSharding(self.device, memory_kind=PINNED)
+
+    def stream(self, kind: str = "device") -> Sharding:
+        """The sharding of a stream in this kind of memory."""
+        if self.shards:
+            return self.shards.by_rows.with_memory_kind(kind)
+        return SingleDeviceSharding(self.device, memory_kind=kind)
+
+    def divisible(self, batch: Batch) -> Batch:
+        """Pad the columns, so that every device has the same number of tokens that may be kept."""
+        rows, width = (batch.tokens if batch.columns is None else batch.columns).shape
+        if rows * width % self.devices == 0:
+            return batch
+        assert self.shards
+        columns = batch.columns
+        if columns is None:
+            columns = np.broadcast_to(np.arange(width, dtype=np.int32), (rows, width))
+        more = -width % self.shards.layout.model
+        return replace(batch, columns=np.pad(columns, ((0, 0), (0, more))))
+
+    def put(self, kept: np.ndarray, inputs: Sequence[np.ndarray | None]) -> tuple[Any, Any]:
+        """Copy the places of kept tokens, and a batch's arrays, to the devices."""
+        if self.shards is None:
+            return jax.device_put((kept, tuple(inputs)))
+        by_rows = self.shards.by_rows
+        arrays = (None if array is None else put(array, by_rows) for array in inputs)
+        return put(kept, self.shards.by_runs()), tuple(arrays)
+
+    def everywhere(self, extras: Extras) -> Extras:
+        """Copy arrays whole to every device; shapes in place of arrays pass through."""
+        place = self.shards.whole if self.shards else None
+
+        def whole(given: Any) -> Any:
+            abstract = isinstance(given, jax.ShapeDtypeStruct)
+            return given if abstract else jax.device_put(given, place)
+
+        return jax.tree.map(whole, extras)
+
+    def by_rows(self, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+        sharding = self.shards.by_rows if self.shards else None
+        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
+
+    def by_runs(self, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+        sharding = self.shards.by_runs() if self.shards else None
+        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a model that runs block by block; equal stages are one program."""
+
+    kind: Layer | str  # of a block; or `BEFORE` or `AFTER`
+    taps: tuple[Tap, ...]  # as `of_any_block` returns them; so are `spliced`
+    spliced: tuple[Tap, ...]
+    scores_all: bool  # attention weights of some block are tapped
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """The settings that programs are compiled for; holds no arrays."""
+
+    arch: Arch
+    taps: tuple[Tap, ...]
+    schedule: LayerSchedule
+    place: StepDevices
+    compute_dtype: str
+    store_dtype: str
+    attention: str = "auto"  # kernel, as `--attention` has it
+    encoders: Mapping[str, SparseEncoder] = field(
+        default_factory=dict[str, SparseEncoder], hash=False
+    )  # of taps that are stored as latents
+    spliced: tuple[Tap, ...] = ()
+
+    @property
+    def computed(self) -> str:
+        """The dtype of activations."""
+        return activation_dtype(self.compute_dtype)
+
+    def values(
+        self, params: Params, changes: tuple[Partial, ...], inputs: Inputs, contexts: int
+    ) -> dict[str, Array]:
+        """Run the whole model; return the values of each tap.
+
+        Args:
+            changes: of the spliced taps, in their order.
+            contexts: the most contexts in a row, as `contexts` returns it.
+        """
+        with self._precision():
+            splice = dict(zip(self.spliced, changes, strict=True))
+            attention = self._attention(inputs, contexts)
+            decoder = Decoder(
+                self.arch, self.taps, self._carried, attention, self.place.shards, splice
+            )
+            return decoder.forward(params, inputs, self.schedule)
+
+    def stage_values(
+        self,
+        stage: Stage,
+        weights: WeightArrays,
+        changes: tuple[Partial, ...],
+        entering: tuple[Array | None, Beside],
+        inputs: Inputs,
+        contexts: int,
+    ) -> tuple[Array | None, Any, dict[str, Array]]:
+        """Run one stage (`Decoder.stage`); `entering`: the stream, and what is read beside it."""
+        with self._precision():
+            splice = dict(zip(stage.spliced, changes, strict=True))
+            outside = stage.kind in (BEFORE, AFTER)
+            attention = None if outside else self._attention(inputs, contexts)
+            decoder = Decoder(
+                self.arch, stage.taps, self._carried, attention, self.place.shards, splice,
+                stage.scores_all,
+            )  # fmt: skip
+            return decoder.stage(stage.kind, weights, *entering, inputs)
+
+    def stored(
+        self,
+        values: Mapping[str, Array],
+        taps: Mapping[str, Tap],
+        encoders: Mapping[str, SparseEncoder],
+        extras: Extras,
+        inputs: StepInputs,
+        part: int,
+    ) -> Computed:
+        """Bring values into their stored form; see `StoredForm.rows`."""
+        form = StoredForm(taps, encoders, self.store_dtype, self.place.shards)
+        tokens, _, _, counts, columns = inputs
+        with self._precision():
+            return form.rows(values, extras, (counts, columns), tokens.shape[1], part)
+
+    def forward(
+        self, params: Params, extras: Extras, inputs: StepInputs, contexts: int, part: int
+    ) -> Computed:
+        """Run the whole model; return the rows of each tap as they are stored."""
+        tokens, positions, segments, _, columns = inputs
+        values = self.values(
+            params, extras.changes, (tokens, positions, segments, columns), contexts
+        )
+        taps = {tap.name: tap for tap in self.taps}
+        return self.stored(values, taps, self.encoders, extras, inputs, part)
+
+    def contexts(self, batch: Batch) -> int:
+        """The number of contexts to compile for; 0 if the kernel takes any number."""
+        choices = chosen_kernels(
+            self.place.device.platform,
+            self.arch,
+            self.computed,
+            batch.tokens.shape[1],
+            self.attention,
+        )
+        counted = any(choice.name == "cudnn" for choice in choices.values())
+        return batch.contexts if counted else 0
+
+    @property
+    def _carried(self) -> str:
+        """The dtype of tapped values until they are stored.
+
+        Quantized values and latents are made from computed values, after the last block.
+        """
+        late = self.store_dtype in QUANTIZED or self.encoders
+        return self.computed if late else self.store_dtype
+
+    def _precision(self) -> Any:
+        # float32 means float32: on accelerators the default would be a faster, coarser product.
+        exact = self.compute_dtype == "float32"
+        return jax.default_matmul_precision("highest" if exact else "default")
+
+    def _attention(self, inputs: Inputs, contexts: int) -> Any:
+        return for_platform(
+            self.place.device.platform,
+            self.arch,
+            self.computed,
+            seq_len=inputs[0].shape[1],
+            contexts=contexts,
+            wanted=self.attention,
+        )
+
+
+class Programs:
+    """The compiled programs of one step; each is compiled once, whichever thread asks first."""
+
+    def __init__(
+        self, settings: StepSettings, shapes: Params, extras: Extras, *more: Hashable
+    ) -> None:
+        """Args:
+        shapes: of the model's arrays, or the arrays.
+        more: whatever else the programs depend on, besides a batch's shape.
+        """
+        arrays, tree = jax.tree.flatten((shapes, extras))
+        # Two steps with equal identities have equal programs for batches of equal shape.
+        self.identity: Hashable = (
+            settings, tree, tuple((array.shape, array.dtype) for array in arrays), more
+        )  # fmt: skip
+        self.compiled: dict[Hashable, Any] = {}
+        self._settings, self._place = settings, settings.place
+        self._compact = jax.jit(packing(settings.place.shards))
+        self._stages: dict[Hashable, StagePrograms] = {}
+        self._rooms: dict[tuple[int, ...], dict[int, int]] = {}
+        self._compiling = threading.Lock()
+
+    def stage(
+        self,
+        key: Hashable,
+        runs: Runs,
+        function: Callable[[], Any],
+        arguments: Callable[[], tuple[Any, ...]],
+    ) -> StagePrograms:
+        """Return a stage's programs; compile those that are missing.
+
+        Args:
+            key: what the stage's program depends on besides `identity`.
+            function: makes the jitted function. It returns the rows by name first.
+            arguments: makes the arguments to lower it with.
+        """
+        known = key, runs.places.shape
+        if known not in self._stages:
+            run = self._get(key, function, arguments)
+            rows = {
+                name: self._place.by_runs(array.shape, array.dtype)
+                for name, array in run.out_info[0].items()
+            }
+            places = self._place.by_runs(runs.places.shape, runs.places.dtype)
+            sizes = tuple((name, each.shape, each.dtype) for name, each in rows.items())
+            compact = None
+            if rows:
+                packed = sizes, places.shape
+                compact = self._get(packed, lambda: self._compact, lambda: (rows, places))
+            self._stages[known] = StagePrograms(run, compact)
+        return self._stages[known]
+
+    def contexts(self, batch: Batch) -> int:
+        """The number of contexts that a batch's program has room for.
+
+        A program with more room serves, too: compiling another while steps run would make the
+        device wait. This is decided when a batch is first compiled, so all processes decide alike.
+        """
+        wanted = self._settings.contexts(batch)
+        rooms = self._rooms.setdefault(batch.tokens.shape, {})
+        if wanted not in rooms:
+            rooms[wanted] = min((r for r in rooms.values() if r >= wanted), default=wanted)
+        return rooms[wanted]
+
+    def _get(
+        self, key: Hashable, function: Callable[[], Any], arguments: Callable[[], tuple[Any, ...]]
+    ) -> Any:
+        if key not in self.compiled:
+            with self._compiling:  # one at a time; programs that are already compiled do not wait
+                if key not in self.compiled:
+                    begin = time.perf_counter()
+                    self.compiled[key] = function().lower(*arguments()).compile()
+                    seconds = time.perf_counter() - begin
+                    _log.debug("compiled a step for %s in %.1f s", key, seconds)
+        return self.compiled[key]
+
+
+def step_inputs(batch: Batch) -> StepInputs:
+    return batch.tokens, batch.positions, batch.segments, batch.counts, batch.columns
+
+
+def input_shapes(batch: Batch, place: StepDevices) -> StepInputs:
+    """The shapes of a batch's arrays on the devices."""
+    tokens, positions, segments, counts, columns = (
+        None if array is None else place.by_rows(array.shape, array.dtype)
+        for array in step_inputs(batch)
+    )
+    return tokens, positions, segments, counts, columns

@@ -1,0 +1,217 @@
+"""Stored rows: tapped values in the form in which they are stored, and their statistics.
+
+All of it is computed on the device, so that fewer bytes leave it.
+"""
+
+# Strict, but for values that jax's own types leave unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import Partial
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from spile.core.recipe import latent_names
+from spile.dataset.codec.quantization import FLOAT8, FLOAT8_MAX, INT8_MAX, QUANTIZED
+from spile.dataset.records.format import scale_name
+from spile.models.files.sae import Arrays, SparseEncoder
+from spile.models.forward.sharding import P, Shards
+from spile.models.forward.sparse_latents import top_latents
+from spile.models.layout import AXES
+from spile.models.taps import Tap
+
+Reduced = dict[str, Array]  # sums by name, for each part of a run (and each channel): `_reduce`
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Extras:
+    """The arrays besides the weights that a program reads, or their shapes.
+
+    (jax substitutes placeholders while it inspects the tree.)
+    """
+
+    scales: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of channels, by stored name
+    encoders: Mapping[str, Arrays] = field(default_factory=dict[str, Arrays])  # by tap
+    changes: tuple[Partial, ...] = ()  # of the spliced taps, in their order
+
+
+@dataclass(frozen=True)
+class StoredForm:
+    """How the taps of a program are stored."""
+
+    taps: Mapping[str, Tap]  # by the name under which their values come
+    encoders: Mapping[str, SparseEncoder]  # of taps that are stored as latents
+    store_dtype: str
+    shards: Shards | None
+
+    def rows(
+        self,
+        values: Mapping[str, Array],
+        extras: Extras,
+        kept: tuple[Array, Array | None],
+        seq_len: int,
+        part: int,
+    ) -> tuple[dict[str, Array], dict[str, Reduced]]:
+        """Return rows by stored name, and their statistics.
+
+        Args:
+            values: of each tap, as the decoder returns them.
+            kept: the number of kept tokens of each row, and their columns unless all may be kept.
+            part: the number of tokens that have statistics of their own.
+        """
+        counts, columns = kept
+        width = seq_len if columns is None else columns.shape[1]
+        real = (jnp.arange(width)[None, :] < counts[:, None]).reshape(-1)
+        reduce = _on_each(self.shards, partial(_reduce, part=part), 3)
+        rows: dict[str, Array] = {}
+        reduced: dict[str, Reduced] = {}
+
+        def keep(name: str, found: Array, dtype: str, **counted: Array) -> None:
+            if dtype not in QUANTIZED:
+                found = found.astype(dtype)
+            encoded = encode_rows(found, dtype, extras.scales.get(name))
+            rows[name] = encoded.stored
+            if encoded.scale is not None:
+                rows[scale_name(name)] = encoded.scale
+            counted["nonfinite"] = _per_token(~jnp.isfinite(found))
+            if encoded.clipped is not None:
+                counted["clipped"] = encoded.clipped
+            reduced[name] = reduce(encoded.decoded, real, counted)
+
+        for name, tap in self.taps.items():
+            if name not in self.encoders:
+                keep(name, values[name], tap.dtype(self.store_dtype))
+                continue
+            top = _encode(self.shards, self.encoders[name])(extras.encoders[name], values[name])
+            latents, ids = latent_names(name)
+            keep(latents, top.values, self.store_dtype, truncated=top.beyond.astype(jnp.int32))
+            keep(ids, top.ids, self.encoders[name].id_dtype)
+        return rows, reduced
+
+
+def _encode(shards: Shards | None, encoder: SparseEncoder) -> Any:
+    """Return a function that encodes runs of tokens; every device has the whole encoder."""
+    function = partial(top_latents, encoder=encoder)
+    return shards.each(function, [P(), P(AXES)], P(AXES)) if shards else function
+
+
+def _on_each(shards: Shards | None, function: Callable[..., Any], arguments: int) -> Any:
+    """Return `function` applied by every device to its own runs of tokens."""
+    if shards is None:
+        return function
+    return shards.each(function, [P(AXES)] * arguments, P(AXES))
+
+
+def packing(shards: Shards | None) -> Any:
+    """Return the function that packs rows: it takes rows by name, and the places of kept ones."""
+    return _on_each(shards, _compact, 2)
+
+
+def _compact(rows: Mapping[str, Array], kept: Array) -> dict[str, Array]:
+    """Keep only the rows to store, without gaps: padding never leaves the device."""
+    return {name: values[kept] for name, values in rows.items()}
+
+
+def _reduce(
+    values: Shaped[Array, "tokens ..."],
+    real: Bool[Array, " tokens"],
+    counted: Mapping[str, Int[Array, " tokens"]],
+    *,
+    part: int,
+) -> Reduced:
+    """Moments of the stored values over the kept tokens of each part of a run."""
+    wide = values.reshape(-1, part, math.prod(values.shape[1:])).astype(jnp.float32)
+    real = real.reshape(-1, part)
+    weight = real[..., None]
+    count = jnp.maximum(real.sum(axis=1), 1).astype(jnp.float32)[:, None]
+    masked = partial(jnp.where, weight)
+    mean = _rounded(masked(wide, 0.0).sum(axis=1) / count)
+    deviation = masked(wide - mean[:, None], 0.0)
+    present = masked(wide, 0.0)
+    return {
+        "mean": mean,
+        "rest": deviation.sum(axis=1) / count,
+        "m2": (deviation * deviation).sum(axis=1),
+        "norm_sum": jnp.sqrt((present * present).sum(axis=-1)).sum(axis=-1),
+        "max_abs": jnp.where(jnp.isfinite(present), jnp.abs(present), 0.0).max(axis=(1, 2)),
+    } | {
+        name: jnp.where(real, counts.reshape(-1, part), 0).sum(axis=1)
+        for name, counts in counted.items()
+    }
+
+
+def _rounded(values: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Clear the last bit of each float32.
+
+    A compiler may use an unrounded quotient in a following difference (a fused multiply-add). But
+    deviations must be taken from exactly the mean that is returned: then the mean of the deviations
+    is the error of that mean, from its rounding and its sum. An operation on the bits forces the
+    rounding.
+    """
+    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
+    return jax.lax.bitcast_convert_type(bits & ~1, jnp.float32)
+
+
+def _per_token(found: Bool[Array, "tokens ..."]) -> Int[Array, " tokens"]:
+    """Number of true values of each token."""
+    return found.reshape(len(found), -1).sum(axis=-1, dtype=jnp.int32)
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """Values in their stored form, and as they are read back.
+
+    `dataset/codec/quantization.py` defines the stored forms and how to read them.
+    """
+
+    stored: Shaped[Array, "rows ..."]
+    scale: Float[Array, " rows"] | None  # if each row has one
+    decoded: Shaped[Array, "rows ..."]
+    clipped: Int[Array, " rows"] | None  # values of each row that were too large
+
+
+def encode_rows(
+    values: Shaped[Array, "rows ..."],
+    dtype: str,
+    channel_scale: Float[Array, "..."] | None,
+) -> EncodedRows:
+    """Round values to the form in which they are stored, so that fewer bytes leave the device.
+
+    Values of a plain dtype pass through unchanged.
+    """
+    if dtype == "float8_e4m3":
+        return _by_row(values)
+    if dtype == "int8":
+        assert channel_scale is not None
+        return _by_channel(values, channel_scale)
+    return EncodedRows(values, None, values, None)
+
+
+def _by_row(values: Shaped[Array, "rows ..."]) -> EncodedRows:
+    wide = values.astype(jnp.float32)
+    # Nonfinite values are stored as NaN, and must not spoil the rest of their row.
+    present = jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0.0)
+    largest = present.reshape(len(values), -1).max(axis=-1)
+    # Not so small that a device flushes it to zero.
+    smallest = float(np.finfo(np.float32).tiny)
+    scale = jnp.where(largest > 0, jnp.maximum(largest / FLOAT8_MAX, smallest), 1.0)
+    shaped = scale.reshape(*scale.shape, *[1] * (values.ndim - 1))
+    stored = (wide / shaped).astype(FLOAT8)
+    return EncodedRows(stored, scale, stored.astype(jnp.float32) * shaped, None)
+
+
+def _by_channel(values: Shaped[Array, "rows ..."], scale: Float[Array, "..."]) -> EncodedRows:
+    scale = scale[None]
+    steps = jnp.rint(values.astype(jnp.float32) / scale)
+    stored = jnp.clip(steps, -INT8_MAX, INT8_MAX).astype(jnp.int8)
+    beyond = (jnp.abs(steps) > INT8_MAX).reshape(len(values), -1).sum(axis=-1)
+    return EncodedRows(stored, None, stored.astype(jnp.float32) * scale, beyond)
