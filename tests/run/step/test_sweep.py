@@ -188,7 +188,7 @@ def test_weights_other_than_the_datasets_are_refused_before_a_commit(
 
 
 def test_processes_that_are_joined_do_not_stream() -> None:
-    with pytest.raises(ConfigError, match="works alone"):
+    with pytest.raises(ConfigError, match="cannot stream"):
         residency.choose_residency(
             lambda rows: cast(Any, SimpleNamespace(device_bytes=0)),
             (1, 1),
