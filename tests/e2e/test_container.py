@@ -1,7 +1,6 @@
 """The Dockerfile, without an engine: what it says, and its install steps run in a bare directory.
 
-In the suite its pinned packages are linked from our own environment, so that none but those is
-within sight; with `--chaos-full` its RUN lines themselves are run, which takes minutes.
+With `--chaos-full` its RUN lines are run, which takes minutes.
 """
 
 import json
@@ -20,8 +19,6 @@ from support.installing import (
     ROOT,
     call,
     clean_environment,
-    link_packages,
-    make_environment,
     normal,
 )
 
@@ -125,14 +122,9 @@ def test_what_is_copied_is_there_and_let_through() -> None:
 
 
 @pytest.fixture(scope="module")
-def inside(
-    wheel: Path, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def inside(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `bin` of what the image would have in /opt/spile."""
     folder = tmp_path_factory.mktemp("image")
-    if not pytestconfig.getoption("--chaos-full"):
-        link_packages(pins("cpu"), folder / "packages")
-        return make_environment(folder / "opt", wheel, folder / "packages")
     source = folder / "source"
     source.mkdir()
     for word, rest in stages()["build"]:

@@ -1,12 +1,10 @@
 """Build the wheel, and make environments that hold it and chosen packages."""
 
-import importlib.metadata
 import os
 import re
 import subprocess
 import sys
 import venv
-from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -48,17 +46,6 @@ def make_environment(folder: Path, wheel: Path, within_sight: Path) -> Path:
     # install of spile there is not imported.
     (site / "dependencies.pth").write_text(f"{within_sight}\n")
     return binaries
-
-
-def link_packages(names: Iterable[str], folder: Path) -> None:
-    """Link these installed packages, and no others, into a folder."""
-    folder.mkdir(parents=True)
-    for name in names:
-        found = importlib.metadata.distribution(name)
-        for top in {file.parts[0] for file in found.files or () if ".." not in file.parts}:
-            link = folder / top
-            if top != "__pycache__" and not link.exists():
-                link.symlink_to(Path(str(found.locate_file(top))))
 
 
 def normal(name: str) -> str:
