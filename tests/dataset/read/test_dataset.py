@@ -600,7 +600,7 @@ def test_batches_can_be_chosen_by_columns_of_documents(tmp_path: Path) -> None:
         ds.batches("mlp_out.1", 3, where=f"topic == {wanted!r}").load_state_dict(state)
     with pytest.raises(ConfigError, match="matches no document"):
         ds.batches("mlp_out.1", 3, where="topic == 'nothing of the kind'")
-    with pytest.raises(ConfigError, match="by `and` alone"):
+    with pytest.raises(ConfigError, match="with `and` only"):
         ds.batches("mlp_out.1", 3, where=f"topic == {wanted!r} or pos > 3")
 
 
