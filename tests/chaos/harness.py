@@ -1,4 +1,4 @@
-"""What kill tests and end-to-end tests stand on: jobs, what they made, and whether it is sound."""
+"""For kill tests and end-to-end tests: run commands, describe jobs, compare datasets."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ _started: list[subprocess.Popen[str]] = []
 
 @dataclass(frozen=True)
 class Result:
-    """What a command said."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -43,7 +43,7 @@ class Result:
 
 
 def run(*arguments: object) -> Result:
-    """The command in this process: all of it but the start of an interpreter."""
+    """Run the command in this process, without the start of an interpreter."""
     out, err = io.StringIO(), io.StringIO()
     handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -57,7 +57,7 @@ def run(*arguments: object) -> Result:
 
 
 def launch(spec: dict[str, Any], *arguments: object) -> subprocess.Popen[str]:
-    """Start the command through the launcher, which see; without a spec, as a user would."""
+    """Start the command through launcher.py, as `spec` says; without a spec, as a user would."""
     if not spec:
         process = tiny.start(*map(str, arguments))
     else:
@@ -73,7 +73,7 @@ def launch(spec: dict[str, Any], *arguments: object) -> subprocess.Popen[str]:
 
 
 def end_all() -> None:
-    """After a test, whatever became of it: no process of ours goes on."""
+    """End all processes that a test has started."""
     while _started:
         process = _started.pop()
         process.kill()
@@ -106,14 +106,14 @@ class Work:
         return flags
 
     def extract(self, out: Path | str, **changes: Any) -> None:
-        """In this process."""
+        """Extract in this process."""
         given = {"model": str(self.model), "corpus": str(self.corpus), **self.options, **changes}
         recipe, runtime = build(given)
         spile.extract(recipe, str(out), runtime)
 
 
 def extracted(model: Path, corpus: object, out: Path, **options: Any) -> Any:
-    """Of a small corpus, audited; returns the outcome."""
+    """Extract a small corpus and audit the dataset; return the outcome."""
     given = {"seq_len": 128, "unit_tokens": 700, "taps": "embed", **options}
     recipe = spile.Recipe(model=str(model), corpus=str(corpus), **given)
     outcome = spile.extract(recipe, str(out))
@@ -123,7 +123,7 @@ def extracted(model: Path, corpus: object, out: Path, **options: Any) -> Any:
 
 
 def content(out: Path | str) -> dict[str, bytes]:
-    """All that a dataset says, whatever files say it: rows, index, statistics, documents."""
+    """The logical content of a dataset, by name: rows, index, statistics, documents."""
     dataset = spile.open(str(out))
     found = {"index": dataset.index(0, dataset.num_tokens).tobytes()}
     for tap in dataset.taps:
@@ -141,7 +141,7 @@ def content(out: Path | str) -> dict[str, bytes]:
 
 
 def differences(found: dict[str, bytes], wanted: dict[str, bytes]) -> list[str]:
-    """Names of what is not bit-identical."""
+    """Names of the parts that are not bit-identical."""
     return sorted(n for n in {*found, *wanted} if found.get(n) != wanted.get(n))
 
 
@@ -171,12 +171,12 @@ def check_same(out: Path | str, reference: Path) -> None:
 
 
 def said(err: str) -> list[str]:
-    """The lines of what a command wrote, but progress: every ten seconds, on a slow machine."""
+    """Lines that a command wrote, without progress, which a slow machine prints."""
     return [line for line in err.splitlines() if not _PROGRESS.match(line)]
 
 
 def check_refused(result: Result, code: int, *named: object) -> None:
-    """One line, which names the culprit; no traceback, and the promised exit code."""
+    """The error is one line that names the culprit, with the promised exit code."""
     assert result.code == code, result.err or result.out
     lines = said(result.err)
     assert len(lines) == 1, result.err
@@ -186,12 +186,12 @@ def check_refused(result: Result, code: int, *named: object) -> None:
 
 
 def places(objects: Objects) -> list[str]:
-    """The folders that hold done records: that of the dataset, and those of its passes."""
+    """Prefixes of the folders with done records: the dataset's, and those of its passes."""
     return ["", *(f"{fmt.PASSES}{name}/" for name in sorted(objects.folders(fmt.PASSES)))]
 
 
 class Witness:
-    """Remembers every commit it has seen, and whether each still stands."""
+    """Remember every commit that was seen, and check that each still stands."""
 
     def __init__(self, out: Path | str) -> None:
         self._objects = open_objects(str(out))

@@ -38,7 +38,7 @@ class Reference:
 
 
 def made(model: Path, folder: Path, documents: int, unit_tokens: int) -> Reference:
-    """What an uninterrupted run leaves on a disk."""
+    """An uninterrupted run to a disk."""
     corpus = tiny.write_corpus(folder / "corpus.jsonl", documents, seed=5)
     work = Work(model, corpus, {**OPTIONS, "unit_tokens": unit_tokens})
     work.extract(folder / "out")
@@ -81,7 +81,7 @@ def test_a_network_that_fails_loses_and_doubles_nothing(
 
 
 class Grown:
-    """Whether so many more shards have come to a bucket since."""
+    """Whether a bucket has so many more shards than at first."""
 
     def __init__(self, out: str, more: int) -> None:
         self._objects = open_objects(out)
@@ -123,7 +123,7 @@ def test_runs_killed_while_they_upload_end_in_the_same_dataset(
             witness.check()
             assert run("verify", out, "--partial", "--json").json["faults"] == []
         witness.check()
-        check_same(out, reference.out)  # (what `gc` left: no orphan)
+        check_same(out, reference.out)
     assert "<Upload>" not in servers.unfinished_uploads()
     if spooled:
         reference.work.extract(STORES[kind](), **{"spool": str(tmp_path / "spool")})

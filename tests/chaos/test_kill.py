@@ -35,7 +35,7 @@ pytestmark = pytest.mark.chaos
 
 KILLED = -signal.SIGKILL
 LAST = -1  # unit, and so the number of them
-# Heads, heads by keys and single numbers; of the rows some are dropped, and then every other one.
+# Rows by head, by head and key, and single numbers; `where` drops some, `every` half of the rest.
 RECIPE = {
     "taps": "q:1,attn_pattern:0,resid_post:2,logprob",
     "where": "not bos and pos % 7 != 3",
@@ -49,7 +49,7 @@ RECIPE = {
 
 @dataclass(frozen=True)
 class Reference:
-    """An uninterrupted run: the work, and what it made."""
+    """An uninterrupted run: its work and its output."""
 
     work: Work
     out: Path
@@ -58,10 +58,10 @@ class Reference:
 
 @dataclass(frozen=True)
 class Pace:
-    """How long a process takes for it, in seconds."""
+    """How many seconds a process takes for the work."""
 
     duration: float
-    at_work: float  # the part of it after the model was loaded
+    at_work: float  # after the model was loaded
 
 
 @pytest.fixture(scope="session")
@@ -93,13 +93,13 @@ def pace(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Pace
 
 @dataclass(frozen=True)
 class Growth:
-    """A dataset that documents are added to: as it was, and what adds them, undisturbed."""
+    """A dataset before documents are added to it, and an uninterrupted run that adds them."""
 
     base: Path
     reference: Reference
 
     def begun(self, out: Path) -> Witness:
-        """A copy to add to, of which every commit is known."""
+        """Copy the dataset, to add to it; return a witness of its commits."""
         shutil.copytree(self.base, out)
         witness = Witness(out)
         witness.look()
@@ -186,9 +186,9 @@ def test_runs_killed_at_random_moments_end_in_the_same_dataset(
 
 @dataclass(frozen=True)
 class Kill:
-    """The `nth` time a process comes to a place, after so many commits of its own.
+    """Kill a process the `nth` time it comes to a place, after so many commits of its own.
 
-    `torn`: the record that it was making, or a folder of such, of which it leaves a temporary file.
+    `torn`: the record of which it leaves a temporary file, or the folder of that record.
     """
 
     place: str
@@ -386,7 +386,7 @@ def num_files(folder: Path) -> int:
 def test_a_killed_merge_cannot_be_opened_and_its_rerun_makes_the_same(
     merge: Merge, tmp_path: Path
 ) -> None:
-    """Moments are numbers of files, so that it does not matter how fast the machine is."""
+    """A moment is a number of files, so that the speed of the machine does not matter."""
     rng, kills, whole = random.Random(0), 0, num_files(merge.out)
     for number in range(5):
         out = tmp_path / str(number)
@@ -414,7 +414,7 @@ def test_a_killed_merge_cannot_be_opened_and_its_rerun_makes_the_same(
 
 @pytest.mark.full
 def test_two_merges_at_once_make_one_dataset(merge: Merge, tmp_path: Path) -> None:
-    """The slower one may find its files removed by the other, which is done; then it says so."""
+    """The slower merge may find its files removed by the other one; then it says so."""
     out = tmp_path / "out"
     race = [merge.start(out) for _ in range(2)]
     for process in race:
@@ -485,7 +485,7 @@ def test_a_reader_beside_taps_that_are_added_sees_none_of_them_or_all(
 
 
 def killed(kill: Kill, reference: Reference, out: Path, witness: Witness) -> None:
-    """Run and be killed there; what was committed stands, and what is there is sound."""
+    """Run until the kill; check that commits stand and that the dataset is sound."""
     before, temporary = len(witness.seen), {*out.rglob("*.tmp-*")}
 
     def from_end(count: int) -> int:
@@ -495,8 +495,8 @@ def killed(kill: Kill, reference: Reference, out: Path, witness: Witness) -> Non
     _, err = process.communicate(timeout=120)
     assert process.returncode == KILLED, f"{kill}: {err}"
     witness.look()
-    # It died where it was meant to: so many commits stand, and the record that it was making, or a
-    # folder of such, has a temporary file. (A prediction or a heartbeat may be made at any time.)
+    # It died at the right place: so many commits stand, and the record that it was making has a
+    # temporary file. (A prediction or a heartbeat may be made at any time.)
     if kill.commits is not None:
         assert len(witness.seen) - before == from_end(kill.commits), kill
     made = {path.relative_to(out).parts[0] for path in {*out.rglob("*.tmp-*")} - temporary}
