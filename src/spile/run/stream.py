@@ -23,7 +23,7 @@ from spile.core.threads import cancelled_by
 from spile.core.units import Unit
 from spile.dataset.read.order import BatchOptions, EpochCursor, drawn, drawn_digest
 from spile.dataset.read.rows import StoredRows
-from spile.dataset.read.window import Batch, View, Window, WindowBuffer
+from spile.dataset.read.window import RowBatch, View, Window, WindowBuffer
 from spile.dataset.records.heartbeat import Presence
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.segments import Catalog
@@ -188,10 +188,10 @@ class ActivationStream:
             self._thread.join()
         self._thread = self._queue = self._window = None
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[RowBatch]:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> RowBatch:
         while not self._cursor.ended:
             batch = self._next_of_epoch()
             if batch is not None:
@@ -199,7 +199,7 @@ class ActivationStream:
         self.close()
         raise StopIteration
 
-    def _next_of_epoch(self) -> Batch | None:
+    def _next_of_epoch(self) -> RowBatch | None:
         """A batch of the current epoch; None at its end, after moving to the next epoch."""
         batch_size, drop_last = self._options.batch_size, self._options.drop_last
         made, missing = self.view.begin(batch_size), batch_size

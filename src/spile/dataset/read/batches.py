@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from spile.dataset.read.order import BatchOptions, EpochCursor, EpochSchedule, Order, RankShare
-from spile.dataset.read.window import Batch, ReadAhead, View
+from spile.dataset.read.window import ReadAhead, RowBatch, View
 
 
 class Batches:
@@ -85,10 +85,10 @@ class Batches:
         self._advance(size)
         return size > 0
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[RowBatch]:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> RowBatch:
         while (
             size := self._next_size()
         ) and self._number % self.share.workers != self.share.worker:
@@ -109,7 +109,7 @@ class Batches:
             for part, window in zip(made, windows, strict=True):
                 part.take(window, window.begins[at], stop - at)
             at = stop
-        batch: Batch = {}
+        batch: RowBatch = {}
         for part in made:
             batch |= part.finish()
         self._advance(size)  # last: rows not yet returned are not counted

@@ -26,7 +26,7 @@ from spile.dataset.read.order import BatchOptions, EpochSchedule, Normalize, Pla
 from spile.dataset.read.rows import Bytes, ReadJob, Rows, StoredRows, runs
 from spile.dataset.records.format import SCALE_DTYPE, TapInfo
 
-Batch = dict[str, Any]  # arrays by name; `Encoded` if requested
+RowBatch = dict[str, Any]  # arrays by name; `Encoded` if requested
 
 _TAKERS = 4  # threads
 _WORTH_A_THREAD = 1 << 20  # bytes: a tenth of a millisecond
@@ -196,10 +196,10 @@ class BatchBuilder:
         self._entries = None if self._entries is None else self._entries[: self._rows]
         return self
 
-    def finish(self) -> Batch:
+    def finish(self) -> RowBatch:
         assert self._filled == self._rows
         made = {tap: self._converted(tap) for tap in self._raw}
-        batch: Batch = {name: made[tap] for name, tap in self._view.names.items()}
+        batch: RowBatch = {name: made[tap] for name, tap in self._view.names.items()}
         if self._entries is not None:
             batch["index"] = self._entries
         return batch

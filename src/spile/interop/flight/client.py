@@ -12,7 +12,7 @@ import numpy.typing as npt
 from spile.core.errors import ConfigError, StoreError, printable
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.core.threads import Producer
-from spile.dataset.read.window import Batch
+from spile.dataset.read.window import RowBatch
 from spile.interop.flight.wire import Described, pyarrow
 
 _AHEAD = 1  # batches that wait here, besides the one that is arriving
@@ -69,8 +69,8 @@ class Connection:
         self._state: dict[str, Any] = {}
         self._client: Any = None
         self._reader: Any = None
-        self._coming: Producer[tuple[Batch, dict[str, Any]]] | None = None
-        self._batches: Iterator[tuple[Batch, dict[str, Any]]] | None = None
+        self._coming: Producer[tuple[RowBatch, dict[str, Any]]] | None = None
+        self._batches: Iterator[tuple[RowBatch, dict[str, Any]]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the iteration, as JSON; empty before the first batch."""
@@ -100,10 +100,10 @@ class Connection:
             self._client.close()
         self._client = self._reader = self._coming = self._batches = None
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[RowBatch]:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> RowBatch:
         try:
             if self._batches is None:
                 self._batches = self._opened()
@@ -117,7 +117,7 @@ class Connection:
         batch, self._state = found
         return batch
 
-    def _opened(self) -> Iterator[tuple[Batch, dict[str, Any]]]:
+    def _opened(self) -> Iterator[tuple[RowBatch, dict[str, Any]]]:
         flight = pyarrow("pyarrow.flight")
         headers = [(b"authorization", f"Bearer {self._token}".encode())] if self._token else []
         self._client = flight.connect(self._url, tls_root_certs=self._trusted)
@@ -140,7 +140,7 @@ class Connection:
 
 def _received(
     reader: Any, described: Described, dtype: np.dtype[Any] | None, encoded: bool
-) -> Generator[tuple[Batch, dict[str, Any]], None, None]:
+) -> Generator[tuple[RowBatch, dict[str, Any]], None, None]:
     """Yield the batches of a stream.
 
     The thread that runs this holds no reference to the `Connection`, so a forgotten one closes.

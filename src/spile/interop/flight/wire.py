@@ -15,7 +15,7 @@ import numpy as np
 from spile.core.errors import StoreError
 from spile.core.index import INDEX_DTYPE
 from spile.dataset.codec.quantization import DECODED, decode
-from spile.dataset.read.window import Batch, Encoded, View
+from spile.dataset.read.window import Encoded, RowBatch, View
 from spile.dataset.records.format import SCALE_DTYPE, TapInfo
 
 _VERSION = 1
@@ -48,7 +48,7 @@ def schema_of(view: View) -> Any:
     return pa.schema(fields, {_ABOUT: json.dumps(about).encode(), **metadata})
 
 
-def to_arrow(batch: Batch, schema: Any) -> Any:
+def to_arrow(batch: RowBatch, schema: Any) -> Any:
     """Return a record batch that refers to the arrays, without copies."""
     pa = pyarrow()
     columns: list[Any] = []
@@ -96,9 +96,9 @@ class Described:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StoreError(f"the server does not serve Spile's rows ({error})") from error
 
-    def from_arrow(self, record: Any, dtype: np.dtype[Any] | None, encoded: bool) -> Batch:
+    def from_arrow(self, record: Any, dtype: np.dtype[Any] | None, encoded: bool) -> RowBatch:
         """Convert a record batch to a batch of `Dataset.batches`."""
-        batch: Batch = {}
+        batch: RowBatch = {}
         for name, info in self.taps.items():
             stored = _copied(record, f"rows/{name}", info.storage).reshape(-1, *info.shape)
             scale = self.scales.get(name)
