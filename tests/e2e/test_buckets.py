@@ -208,7 +208,7 @@ def test_a_run_ends_before_the_dataset_is_larger_than_allowed(
 
 def test_a_limit_below_one_unit_is_refused(extracted: Any, tmp_path: Path) -> None:
     _, recipe = extracted["gs"]
-    with pytest.raises(ConfigError, match="--max-bytes 1000: not one unit"):
+    with pytest.raises(ConfigError, match="--max-bytes 1000: no unit"):
         spile.extract(recipe, str(tmp_path / "out"), spile.Runtime(max_bytes=1000))
 
 

@@ -215,7 +215,7 @@ def test_bad_settings_are_refused_before_anything_is_started(tmp_path: Path) -> 
     check_refused(run("supervise", "--", "verify", "x"), 2, "the command is missing")
     check_refused(run("supervise"), 2, "the command is missing")
     check_refused(run("supervise", "--", "extract"), 2, "--out is missing")
-    check_refused(run("supervise", *extract, "--share", "4/4"), 2, "the last is 3/4")
+    check_refused(run("supervise", *extract, "--share", "4/4"), 2, "from 0/4 to 3/4")
     check_refused(run("supervise", *extract, "--seq-len", "x"), 2, "--seq-len")
 
 

@@ -206,7 +206,7 @@ def test_what_fails_while_computing_is_raised_to_the_reader(
     with pytest.raises(DataError, match="NaN or infinity in unit \\d.*, token 0 "):
         list(streamed(recipe(infinite, corpus)))
     assert left_over() == []
-    with pytest.raises(InputError, match="no row that is asked for"):
+    with pytest.raises(InputError, match="the corpus has no rows"):
         list(streamed(plain, where="pos >= 9999"))
     with pytest.raises(ConfigError, match="no tap 'q.0' in the recipe"):
         streamed(plain, taps="q.0")

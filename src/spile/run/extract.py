@@ -298,18 +298,18 @@ def stop_on_signal(
 
 
 def _tell_passes_behind(ledger: Ledger, table: Table) -> None:
-    """Say which taps, added to the dataset before it grew, lack the new documents."""
+    """Warn of taps that were added before the dataset grew, and lack the new documents."""
     for each in live_passes(ledger):
         if each.is_behind(table):
             taps = ",".join(each.ledger.table().recipe.taps)
             _log.warning(
-                "%s lack the new documents, and until they have them the dataset reads as it was: "
+                "%s lack the new documents; the dataset reads without those until you run "
                 "spile extract --out %s --add-taps %s", taps, ledger.url, taps,
             )  # fmt: skip
 
 
 def outcome_of(ledger: Ledger, table: Table, cost: Estimate, runtime: Runtime) -> Outcome:
-    """Summarize the dataset once there is nothing left to do."""
+    """Summarize the dataset once no unit is left to do."""
     manifest = ledger.derived.read_manifest(table.layout)
     if manifest is not None:
         total = manifest.totals
@@ -325,7 +325,7 @@ def outcome_of(ledger: Ledger, table: Table, cost: Estimate, runtime: Runtime) -
         total = ledger.catalog_so_far(table).totals()
     if not total.units:
         raise ConfigError(
-            f"--max-bytes {runtime.max_bytes}: not one unit is as small as that; choose more, or "
+            f"--max-bytes {runtime.max_bytes}: no unit is that small; choose more, or "
             "a smaller --unit-tokens and another --out"
         )
     if total.tokens and not total.rows:

@@ -200,7 +200,7 @@ class ActivationStream:
         raise StopIteration
 
     def _next_of_epoch(self) -> RowBatch | None:
-        """A batch of the current epoch; None at its end, after moving to the next epoch."""
+        """Return a batch of the current epoch; at its end move to the next one and return None."""
         batch_size, drop_last = self._options.batch_size, self._options.drop_last
         made, missing = self.view.begin(batch_size), batch_size
         start, position, ended = self._start, self._cursor.position, False
@@ -250,7 +250,7 @@ class ActivationStream:
         """Raise for an epoch without any batch: it would be followed by others without end."""
         if not rows:
             self.close()
-            raise InputError("the corpus holds no row that is asked for")
+            raise InputError("the corpus has no rows: no document is usable, or `where` keeps none")
         if self._options.epochs is None:
             self.close()
             size = self._options.batch_size
@@ -340,7 +340,7 @@ class StreamOrder:
             epoch, first = epoch + 1, 0
 
     def places(self, start: WindowStart, count: int) -> np.ndarray:
-        """The order in which a window's rows are given."""
+        """Return the order in which a window's rows are given."""
         if not self.options.shuffle:
             return np.arange(count)
         return drawn(count, self.options.seed, start.epoch, 1, start.number)
@@ -469,7 +469,7 @@ class WindowQueue:
     # -- the reader's side ---------------------------------------------------------------------
 
     def next(self) -> FilledWindow:
-        """The next window; raises the error of the worker if it has failed."""
+        """Return the next window; raise the worker's error if it has failed."""
         found = self._ready.get()
         if isinstance(found, BaseException):
             raise found

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,9 @@ import pytest
 import torch
 import xxhash
 
+from spile.core.errors import Interrupted
 from spile.core.tensors import TensorInfo, as_bytes, write_tensors
+from spile.core.threads import cancelled_by
 from spile.models.config.arch import Arch
 from spile.models.config.family import Family
 from spile.models.config.specs import block_specs
@@ -33,6 +36,7 @@ from spile.objects.paths import AnyPath, RemotePath
 from support import families, tiny
 from support.marks import some
 from support.remote import Counting
+from support.stops import StopAtLook
 
 # Three blocks of two kinds in turn: one period, and what does not fill another.
 THREE: dict[str, Any] = {
@@ -529,3 +533,12 @@ def test_of_a_tensor_in_a_bucket_a_process_fetches_the_rows_it_holds(
     loading._fill([ShardBuffer(out, index)], spec, 0)
     assert np.array_equal(out, tensor[index])
     assert share * tensor.nbytes * 0.9 <= objects.fetched <= share * tensor.nbytes
+
+
+def test_loading_stops_once_the_run_is_cancelled(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(tiny.write_model(tmp_path / "model")))
+    schedule = LayerSchedule.of(checkpoint.arch, checkpoint.arch.num_layers, whole=True)
+    with cancelled_by(StopAtLook(3)):
+        loader = ArrayLoader(checkpoint, schedule, FLOAT32, None)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(Interrupted):
+        pool.submit(loader.params, head=True).result()

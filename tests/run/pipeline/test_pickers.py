@@ -83,11 +83,11 @@ def test_without_a_number_of_machines_units_are_everybodys() -> None:
         ("3", {}, "--share must be I/N"),
         ("a/b", {}, "--share must be I/N"),
         ("-1/4", {}, "--share must be I/N"),
-        ("32/32", {}, "the last is 31/32"),
+        ("32/32", {}, "from 0/32 to 31/32"),
         ("0/0", {}, "out of range"),
         (None, {"MACHINE_ID": "8", "TOTAL_MACHINES": "8"}, "MACHINE_ID/TOTAL_MACHINES 8/8"),
         (None, {"MACHINE_ID": "x", "TOTAL_MACHINES": "8"}, "got 'x/8'"),
-        (None, {"TOTAL_MACHINES": "8"}, "set MACHINE_ID"),
+        (None, {"TOTAL_MACHINES": "8"}, "MACHINE_ID is not set"),
     ],
 )
 def test_what_is_no_share_is_refused(

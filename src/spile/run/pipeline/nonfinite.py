@@ -74,7 +74,7 @@ class NonfiniteError(DataError):
     """A tap holds NaN or infinity.
 
     Attributes:
-            found: where it is.
+        found: where it is.
     """
 
     def __init__(self, found: Found, where: str | None = None) -> None:
@@ -86,7 +86,7 @@ class NonfiniteError(DataError):
         try:
             place = _source(self.found, step, batches)
         except Exception as error:  # the error being traced matters more than this one
-            _log.warning("where it came from could not be told: %s", error)
+            _log.warning("could not find the token that caused it: %s", error)
             return self
         return NonfiniteError(self.found, self.found.token(*place) if place else None)
 
@@ -122,7 +122,7 @@ def nonfinite_error(
 
 
 def _source(found: Found, step: Step, batches: Iterator[Batch]) -> tuple[int, int] | None:
-    """The packed row and the column of the first token that causes a nonfinite value."""
+    """Return the packed row and column of the first token that causes a nonfinite value."""
     first_row, batch = 0, next(batches)
     while first_row + len(batch.tokens) <= found.row:
         first_row, batch = first_row + len(batch.tokens), next(batches)
@@ -158,7 +158,7 @@ def _with(batch: Batch, kept: np.ndarray) -> Batch:
 
 
 def _about(table: Mapping[str, np.ndarray], doc: int) -> str:
-    """The values kept of a document, shortened and on one line; they are untrusted text."""
+    """Return a document's kept columns on one line, shortened: they are untrusted text."""
     found = kept_of(table, doc) if table else {}
     said = [f"{name} {_short(value)}" for name, value in found.items() if value is not None]
     return f" ({', '.join(said)})" if said else ""

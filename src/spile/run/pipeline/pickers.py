@@ -49,7 +49,7 @@ class UnitShare:
         return f"{self.index}/{self.count}"
 
     def next_of(self, free: Sequence[int], units: int) -> int | None:
-        """The next of the free units, which are in order; `units`: how many there are in all."""
+        """Return the next of the free units, which are in order; `units`: the number in all."""
         owned: dict[int, list[int]] = {}
         for unit in free:
             owned.setdefault(self._owner(unit, units), []).append(unit)
@@ -62,12 +62,12 @@ class UnitShare:
         return owned[busiest][-1]
 
     def groups(self, layout: KeyLayout, units: int) -> range:
-        """The groups in which this share has units."""
+        """Return the groups in which this share has units."""
         first, stop = (at * units // self.count for at in (self.index, self.index + 1))
         return range(layout.group(first), layout.group(stop - 1) + 1) if first < stop else range(0)
 
     def nearest(self, groups: Sequence[int], layout: KeyLayout, units: int) -> int:
-        """The group to help in, of some outside this share: the last one of the busiest share."""
+        """Return the group to help in, of some outside this share: the busiest share's last."""
         owned: dict[int, list[int]] = {}
         for group in groups:
             owner = self._owner(layout.units_of(group, units)[0], units)
@@ -93,8 +93,8 @@ def find_share(runtime: Runtime, environ: Mapping[str, str]) -> UnitShare | None
             return None
         if not machine and machines != "1":
             raise ConfigError(
-                f"{_MACHINES} is {machines!r}, but which of them is this? set {_MACHINE}, from 0, "
-                "or give --share"
+                f"{_MACHINES} is {machines!r}, but {_MACHINE} is not set: set it to this machine's "
+                "number, from 0, or give --share"
             )
         text, name = f"{machine or 0}/{machines}", f"{_MACHINE}/{_MACHINES}"
     match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
@@ -103,7 +103,7 @@ def find_share(runtime: Runtime, environ: Mapping[str, str]) -> UnitShare | None
     index, count = int(match[1]), int(match[2])
     if not index < count:
         raise ConfigError(
-            f"{name} {text} is out of range: shares are counted from 0, of {count} the last is "
+            f"{name} {text} is out of range: shares are numbered from 0/{count} to "
             f"{max(0, count - 1)}/{count}"
         )
     return UnitShare(index, count)
@@ -228,7 +228,7 @@ class StorePicker:
         return free[min(sum(name < self._presence.name for name in holders), len(free) - 1)]
 
     def _choose_group(self, busy: Collection[int]) -> int | None:
-        """A group to look at: the present one, its neighbour, or one where few work."""
+        """Return the group to look at: the current one, its neighbour, or one with few workers."""
         groups = sorted(self._open.difference(busy))
         if not groups:
             return None

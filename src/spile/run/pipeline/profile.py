@@ -152,7 +152,7 @@ def read_trace(path: Path) -> Traced:
     """Read a trace in Chrome's format.
 
     Raises:
-            DataError: if the file is not a trace.
+        DataError: if the file is not a trace.
     """
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:

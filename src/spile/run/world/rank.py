@@ -49,10 +49,10 @@ class Rank:
 
 
 def find_rank(runtime: Runtime, environ: Mapping[str, str]) -> Rank | None:
-    """This process's rank; None if it works alone.
+    """Return this process's rank; None if it works alone.
 
     Raises:
-            ConfigError: if the given settings do not make a rank.
+        ConfigError: if the given settings do not make a rank.
     """
     if runtime.world == "host":
         return None
@@ -79,7 +79,7 @@ def find_rank(runtime: Runtime, environ: Mapping[str, str]) -> Rank | None:
         return None
     if coordinator is None:
         raise ConfigError(
-            f"{processes} processes are to be joined, but nobody says where: add "
+            f"{processes} processes are to be joined, but no address is given: add "
             "--coordinator HOST:PORT, the address of process 0"
         )
     process = _number(runtime.process_id, environ, _PROCESS, "--process-id")
@@ -118,7 +118,7 @@ def _check_range(process: int, processes: int) -> None:
 
 
 def _detected(environ: Mapping[str, str]) -> Rank | None:
-    """The rank that jax detects. Its function for that is private."""
+    """Return the rank that jax detects, by a private function of jax."""
     try:
         clusters: Any = importlib.import_module("jax._src.clusters")
         detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
@@ -155,5 +155,5 @@ def _number(
     if text is None:
         return None
     if not text.isdecimal():
-        raise ConfigError(f"{name} must be a number, got {text!r}; {flag} says it, too")
+        raise ConfigError(f"{name} must be a number, got {text!r}; or give {flag}")
     return int(text)

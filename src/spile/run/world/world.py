@@ -59,7 +59,7 @@ class World(ABC):
 
     @abstractmethod
     def units(self, picked: Iterator[Unit], known: Sequence[Unit]) -> Iterator[tuple[Unit, str]]:
-        """The units to do, each with its attempt's name; the leader picks them."""
+        """Yield the units to do, each with its attempt's name; the leader picks them."""
 
     @abstractmethod
     def close(self) -> None:
@@ -207,7 +207,7 @@ class JoinedWorld(World):
         self._client.key_value_set(key, json.dumps(value))
 
     def _get(self, key: str) -> Any:
-        """Wait for a value as long as the world lives; if it has died, raise."""
+        """Wait for a value; raise if another process has failed, or this one was told to stop."""
         while True:
             self._check()
             try:
@@ -232,7 +232,7 @@ class JoinedWorld(World):
             return None
 
     def _watch(self) -> None:
-        """Look whether another process has failed; end this one if it is stuck waiting for it."""
+        """Watch for the failure of another process; end this one if it stays stuck after that."""
         while not self._left.wait(_POLL_MS / 1000):
             cause = self._ended()
             if cause is None:
