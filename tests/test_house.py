@@ -17,6 +17,7 @@ JAX = ("models/forward/", "run/", "compile/", "interop/jax_loader.py")
 # Modules whose behaviour another file states: what they do shows only with others beside them.
 EXEMPT = {
     "check/hf_modules.py": "check/test_reference.py",
+    "check/load.py": "check/test_compare.py",
     "corpus/chats/rows.py": "e2e/test_chats.py",
     "corpus/files.py": "corpus/test_units.py",
     "corpus/formats/byte_files.py": "corpus/formats/test_text.py",

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import spile
-from spile.check import compare, reference
+from spile.check import compare, load, reference
 from spile.check.compare import CheckReport, check
 from spile.cli.model import check_text
 from spile.core.config import Recipe
@@ -538,7 +538,7 @@ def test_without_float64_hfs_two_attentions_are_the_measure(
         raise NotImplementedError("\"addmm_impl_cpu_\" not implemented for 'Double'\nat line 3")
 
     if case == "too little memory":
-        monkeypatch.setattr(compare, "_check_memory", refuse)
+        monkeypatch.setattr(load, "_check_memory", refuse)
     else:
         monkeypatch.setattr(reference._InFloat64, "__torch_dispatch__", refuse)
     with forged(dataset) as values:
@@ -558,10 +558,10 @@ def test_a_model_that_does_not_fit_in_float64_is_told_by_its_size(
 ) -> None:
     recipe = Recipe(model=str(llama), corpus=str(texts), taps="embed", seq_len=SEQ_LEN)
     job = resolve(recipe, Ledger(LocalObjects(tmp_path)), "cpu")
-    compare._check_memory(job)
+    load._check_memory(job)
     monkeypatch.setattr(Path, "read_text", lambda _: "MemTotal: 9 kB\nMemAvailable: 100 kB\n")
     with pytest.raises(MemoryError, match=r"takes 0\.\d GB in float64, and 0\.0 GB are free"):
-        compare._check_memory(job)
+        load._check_memory(job)
 
 
 def test_tokens_after_an_expert_choice_by_rounding_are_not_judged() -> None:

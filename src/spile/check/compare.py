@@ -11,32 +11,30 @@ float8 it also measures what bfloat16 would cost, and how far the next token's p
 The result is kept in the store beside the manifest.
 """
 
-import importlib
 import logging
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from spile.core.config import Recipe, activation_dtype
-from spile.core.errors import ConfigError, InputError, StoreError
+from spile.check.load import References, Taps, load_references, require, versions
+from spile.core.config import Recipe
+from spile.core.errors import ConfigError, StoreError
 from spile.core.recipe import latent_names
-from spile.core.system import available_memory
 from spile.dataset.read.dataset import Dataset, Document, open_dataset
 from spile.dataset.records import format as fmt
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import live_passes
 from spile.models.config.arch import Arch
 from spile.models.files.sae import Arrays, SparseEncoder, activations, load_arrays
-from spile.models.splices import FUNCTION, Splice
+from spile.models.splices import FUNCTION
 from spile.models.taps import Tap
 from spile.objects import open_objects
-from spile.objects.paths import local_copy
 from spile.plan.job import ExtractionJob, prepare_unit
 from spile.plan.resolve import resolve
 
@@ -155,7 +153,7 @@ def check(out: str, *, samples: int = 4, recipe: Recipe | None = None) -> CheckR
         InputError: if transformers (or, for an adapter, peft) is not installed.
             StoreError: if the index's tokens differ from those of the corpus.
     """
-    _require("transformers", "torch")
+    require("transformers", "torch")
     ledger = Ledger(open_objects(out))
     stored = ledger.table()  # raises a clear error if there is no dataset
     if any(each.startswith(FUNCTION) for each in stored.recipe.splice):
@@ -190,7 +188,7 @@ def _check_taps(
     dtype = job.recipe.compute_dtype
     if dtype not in references:
         references.clear()
-        references[dtype] = _references(job)
+        references[dtype] = load_references(job)
     compared = _Comparison(dataset, job, references[dtype])
     documents = 0
     with warnings.catch_warnings():
@@ -213,7 +211,7 @@ def _check_taps(
         documents,
         compared.tokens,
         compared.results(),
-        f"{_versions()}, {compared.reference}",
+        f"{versions()}, {compared.reference}",
         compared.next_token(),
     )
 
@@ -564,9 +562,6 @@ def _neighbour(tap: str, arch: Arch) -> str | None:
     return next(alike, None)
 
 
-Taps = Callable[..., dict[str, np.ndarray]]  # the taps of a context, by name
-
-
 def _by_heads(
     taps: Taps, context: np.ndarray, names: Collection[str], **noise: int
 ) -> dict[str, np.ndarray]:
@@ -580,133 +575,3 @@ def _by_heads(
         if whole[name] in found
     }
     return found | of_heads
-
-
-@dataclass(frozen=True)
-class References:
-    """The taps of a context, as the reference computes them in several ways."""
-
-    exact: Taps
-    rough: Taps  # as the recipe computes
-    again: Taps  # alternatives to those: with noise, as correct
-    told: str  # in which dtype the exact ones are, in words
-    half: Taps | None = None  # in bfloat16, beside float8
-
-
-def _references(job: ExtractionJob) -> References:
-    dtype = job.recipe.compute_dtype
-    if dtype != "float32":
-        model = _reference(job, activation_dtype(dtype))
-        exact = _reference(job, "float32").taps
-        if dtype != "float8_e4m3":
-            return References(exact, model.taps, model.taps, "in float32")
-
-        def multiplied(float8: bool, *context_and_names: Any, **noise: int) -> Any:
-            model.multiply_in_float8(float8)
-            return model.taps(*context_and_names, **noise)
-
-        rough = partial(multiplied, True)
-        return References(exact, rough, rough, "in float32", half=partial(multiplied, False))
-    torch = importlib.import_module("torch")
-    both: Any = None
-    try:
-        _check_memory(job)
-        both = _reference(job, "float64")
-        both.taps(np.zeros(2, np.int64), {"logits", "router_logits"})
-    except (MemoryError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-    else:
-        reason = None
-    if reason is not None:
-        both = None  # free its memory first
-        return _two_attentions(job, reason)
-
-    def taps(dtype: Any, *context_and_names: Any, **noise: int) -> dict[str, np.ndarray]:
-        both.compute_in(dtype)  # convert one model: a second one would need half as much again
-        return both.taps(*context_and_names, **noise)
-
-    exact, rough = partial(taps, torch.float64), partial(taps, torch.float32)
-    return References(exact, rough, rough, "in float64")
-
-
-def _two_attentions(job: ExtractionJob, reason: str) -> References:
-    """Without float64, measure float32's precision by two attention implementations of HF."""
-    model = _reference(job, "float32")
-    try:
-        model.attend_by("sdpa")
-        spread = ", by the spread of eager and sdpa attention"
-    except ValueError:
-        spread = ""
-    _log.warning("check compares in float32%s, without float64: %s", spread, reason)
-
-    def taps(way: str, *context_and_names: Any, **noise: int) -> dict[str, np.ndarray]:
-        model.attend_by(way)
-        return model.taps(*context_and_names, **noise)
-
-    exact = partial(taps, "eager")
-    rough = partial(taps, "sdpa") if spread else exact
-    return References(exact, rough, exact, f"in float32{spread}")
-
-
-def _check_memory(job: ExtractionJob) -> None:
-    """Raise MemoryError if the model does not fit in float64; else the system would kill us."""
-    needed = 8 * sum(math.prod(shape) for shape in job.checkpoint.shapes().values())
-    torch = importlib.import_module("torch")
-    if torch.cuda.is_available():
-        free: int = torch.cuda.mem_get_info()[0]
-    else:
-        free = available_memory() or needed
-    if needed > free:
-        raise MemoryError(
-            f"the model takes {needed / 1e9:.1f} GB in float64, and {free / 1e9:.1f} GB are free"
-        )
-
-
-def _reference(job: ExtractionJob, dtype: str) -> Any:
-    """Load the model with transformers, with access to its taps."""
-    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
-    reference = importlib.import_module("spile.check.reference")
-    # Not from the recipe's stored sources: files may have moved since.
-    directory, adapter = job.checkpoint.directory, job.checkpoint.adapter
-    _log.info("loading %s with transformers in %s", directory, dtype)
-    transformers.utils.logging.disable_progress_bar()
-    with local_copy(directory) as folder:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), local_files_only=True
-        )
-    if adapter:
-        _require("peft", install="peft")
-        peft = importlib.import_module("peft")
-        with local_copy(adapter.directory) as folder:
-            model = peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return reference.Reference(model.to(device), _changes(job.splices))
-
-
-def _changes(splices: Sequence[Splice]) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-    """The change of each tap that has one, by its name: of several, one after another."""
-    by_tap: dict[str, list[tuple[Splice, Arrays]]] = {}
-    for splice in splices:
-        by_tap.setdefault(splice.tap.name, []).append((splice, splice.load()[0]))
-
-    def changed(some: list[tuple[Splice, Arrays]], values: np.ndarray) -> np.ndarray:
-        return reduce(lambda found, each: each[0].apply(each[1], found), some, values)
-
-    return {tap: partial(changed, some) for tap, some in by_tap.items()}
-
-
-def _require(*names: str, install: str = "'spile[check]'") -> None:
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise InputError(
-                f"check compares with HF transformers, and {name} is not installed ({error}): "
-                f"pip install {install}"
-            ) from error
-
-
-def _versions() -> str:
-    return ", ".join(
-        f"{name} {importlib.import_module(name).__version__}" for name in ("transformers", "torch")
-    )
