@@ -138,7 +138,8 @@ class CorpusReader:
 
     def made_of(self, file: int) -> set[str]:
         """Return the columns that documents are made from."""
-        return {*self._context.own_columns} or self.opened(file).text_columns()
+        rows = self._context.rows
+        return {*rows.columns} if rows else self.opened(file).text_columns()
 
     def _rendered(
         self, found: Iterable[CorpusDocument], render: bool = True

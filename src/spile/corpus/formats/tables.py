@@ -72,7 +72,9 @@ class TableFormat(CorpusFormat):
             yield from map(CorpusDocument.of_bytes, texts)
             return
         for number, (row, kept) in enumerate(self.rows(span), span.first):
-            if row is None or self.context.excludes(row):
+            if row is None:
+                yield CorpusDocument(skipped=FILTERED)
+            elif self.context.excludes(row):
                 yield CorpusDocument(skipped=FILTERED, columns=kept)
             elif self.context.rows:
                 where = f"{self.file.path} row {number}"
