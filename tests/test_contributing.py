@@ -157,10 +157,9 @@ def test_a_site_is_a_row_and_its_code(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     params, _ = load_params(checkpoint, schedule, head=False, dtype=jnp.dtype("float32"))
     tokens = jnp.arange(8, dtype=jnp.int32)[None]
-    found = decoder.forward(
-        params, tokens, tokens, jnp.ones_like(tokens), arch=checkpoint.arch, taps=taps,
-        schedule=schedule, attention=masked, store_dtype="float32",
-    )  # fmt: skip
+    inputs = (tokens, tokens, jnp.ones_like(tokens), None)
+    model = decoder.Decoder(checkpoint.arch, taps, "float32", masked)
+    found = model.forward(params, inputs, schedule=schedule)
     lengths = np.linalg.norm(np.asarray(found["mlp_hidden.1"]), axis=-1)
     assert np.allclose(found["mlp_size.1"], lengths, rtol=1e-5) and lengths.min() > 0
 
