@@ -25,6 +25,7 @@ from spile.dataset.maintain.copy import (
     refuse_nested,
 )
 from spile.dataset.maintain.finished import FinishedRecords, open_finished, summarize
+from spile.dataset.maintain.verify import OnProgress
 from spile.dataset.read.checked_file import CheckedFile
 from spile.dataset.records import format as fmt
 from spile.dataset.records.format import Done, Shard
@@ -33,8 +34,6 @@ from spile.dataset.records.table import Table
 from spile.objects import Objects, check_creates_once
 
 COPIED_FROM = "copied"  # key of the origin in `made_by`
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def copy_part(
     *,
     taps: str | Sequence[str] | None = None,
     units: Sequence[int] | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Assembled:
     """Copy some taps or units of a finished dataset as a new dataset, or continue such a copy.
 
@@ -127,7 +126,7 @@ def copy_part(
 
 
 def merge(
-    sources: Sequence[Objects], dest: Objects, *, progress: Progress | None = None
+    sources: Sequence[Objects], dest: Objects, *, progress: OnProgress | None = None
 ) -> Assembled:
     """Join finished datasets of one recipe over different documents, or continue such a merge.
 
@@ -220,7 +219,7 @@ def _joined_units(parts: Sequence[Any]) -> Any:
 
 
 def _assemble(
-    parts: Sequence[_Source], dest: Objects, table: Table, progress: Progress | None
+    parts: Sequence[_Source], dest: Objects, table: Table, progress: OnProgress | None
 ) -> Assembled:
     new = NewDataset(Ledger(dest), table, COPIED_FROM, "other units or taps of this one")
     there = new.units_there()

@@ -45,7 +45,7 @@ _RECORDS = {
     fmt.CHECK: "check",
     fmt.PREDICTION: "prediction",
 }
-Progress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]  # takes the number done, and of all
 
 
 class Journal:
@@ -119,7 +119,7 @@ def verify(
     partial: bool = False,
     quick: bool = False,
     journal: Journal | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     signed: SignedList | None = None,
 ) -> Report:
     """Audit a dataset and its passes, several units at once.
@@ -158,7 +158,7 @@ def _audit_ledger(
     partial: bool,
     quick: bool,
     journal: Journal | None,
-    progress: Progress | None,
+    progress: OnProgress | None,
     signed: SignedList | None,
 ) -> Report:
     """Audit a dataset without its passes, or one pass."""
