@@ -45,7 +45,7 @@ def find_files(corpus: str, cache: str | None = None) -> list[CorpusFile]:
     by_suffix = _by_suffix()
     known = [p for p in candidates if _suffixes(p)[0] in by_suffix]
     if path.is_dir():
-        ranks = [by_suffix[_suffixes(p)[0]].precedence for p in known]
+        ranks = [by_suffix[_suffixes(p)[0]].gives_way for p in known]
         known = [p for p, rank in zip(known, ranks, strict=True) if rank == min(ranks)]
         # `datasets` stores computed results beside a corpus; they would double it.
         known = [p for p in known if not re.fullmatch(_COMPUTED, p.name)] or known

@@ -215,11 +215,10 @@ class ArrowFormat(TableFormat):
         return schema(self.file.path)
 
     def groups(self, builder: UnitBuilder | None = None) -> Iterator[tuple[Span, int]]:
-        row, context, wanted = 0, self.context, self.options.text_column
-        found = batches(self.file.path, wanted, context.own_columns) if builder is None else (
-            batches(self.file.path, wanted, context.own_columns, builder.keep,
-                    also=context.filter_columns, known=builder.known)
-        )  # fmt: skip
+        row, context = 0, self.context
+        named = (self.options.text_column, context.own_columns)
+        checked = {"also": context.filter_columns, "known": builder.known} if builder else {}
+        found = batches(self.file.path, *named, builder.keep if builder else (), **checked)
         for batch in found:
             span = Span(self.number, row, batch.rows, batch.start, batch.stop, batch.digest)
             yield span, batch.size

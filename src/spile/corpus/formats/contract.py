@@ -233,8 +233,8 @@ class CorpusFormat(ABC):
         title: its name in help and documentation.
         suffixes: the endings of its files' names, in lower case.
         compressible: whether its files may also end in .gz or .zst.
-        precedence: in a directory, files are ignored beside those of formats with less of it: such
-            files usually describe the corpus, or may hold anything.
+        gives_way: in a directory, only the files of the formats that give way least are read; the
+            others usually describe the corpus, or may hold anything.
         has_columns: whether its documents have columns to filter by and to keep.
         has_schema: whether a file declares all its columns and their types.
         keeps_all: whether all columns are kept by default, and not only labels.
@@ -245,7 +245,7 @@ class CorpusFormat(ABC):
     title: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]] = ()
     compressible: ClassVar[bool] = False
-    precedence: ClassVar[int] = 0
+    gives_way: ClassVar[int] = 0
     has_columns: ClassVar[bool] = True
     has_schema: ClassVar[bool] = False
     keeps_all: ClassVar[bool] = False

@@ -354,7 +354,7 @@ class CsvFormat(ByteFormat):
 
     title = "CSV"
     suffixes = (".csv",)
-    precedence = 3
+    gives_way = 3
     delimiter: ClassVar[bytes] = b","
 
     @cached_property

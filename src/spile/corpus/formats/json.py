@@ -225,7 +225,7 @@ class JsonArrayFormat(_JsonFormat):
 
     title = "JSON"
     suffixes = (".json",)
-    precedence = 2
+    gives_way = 2
     row = "element"
 
     def cut(self, builder: UnitBuilder, first: int, byte: int) -> None:

@@ -173,11 +173,10 @@ class ParquetFormat(TableFormat):
         return schema(self.file.path)
 
     def groups(self, builder: UnitBuilder | None = None) -> Iterator[tuple[Span, int]]:
-        row, context, wanted = 0, self.context, self.options.text_column
-        groups = row_groups(self.file.path, wanted, context.own_columns) if builder is None else (
-            row_groups(self.file.path, wanted, context.own_columns, builder.keep,
-                       also=context.filter_columns, known=builder.known)
-        )  # fmt: skip
+        row, context = 0, self.context
+        named = (self.options.text_column, context.own_columns)
+        checked = {"also": context.filter_columns, "known": builder.known} if builder else {}
+        groups = row_groups(self.file.path, *named, builder.keep if builder else (), **checked)
         for rows, size in groups:
             yield Span(self.number, row, rows), size
             row += rows

@@ -146,7 +146,7 @@ class TokenArrayFormat(ByteFormat):
     title = "token ids"
     suffixes = (".bin",)
     compressible = False
-    precedence = 1
+    gives_way = 1
     has_columns = False
     holds_ids = True
     is_text = False
