@@ -53,7 +53,7 @@ def test_the_files_of_added_taps_are_listed_by_their_place(unfinished: stored.St
     assert {file.tap for file in list_files(unfinished.objects, unit=2)} == {
         "index", "statistics", "documents",
     }  # fmt: skip
-    added.drop()
+    place.drop()
     assert [*list_files(unfinished.objects)] == own
 
 
