@@ -23,6 +23,7 @@ EXEMPT = {
     "corpus/formats/byte_files.py": "corpus/formats/test_text.py",
     "corpus/formats/program.py": "corpus/formats/test_contract.py",
     "corpus/formats/tables.py": "corpus/formats/test_contract.py",
+    "dataset/read/opening.py": "dataset/read/test_dataset.py",
     "dataset/read/window.py": "dataset/read/test_batches.py",
     "fleet/ray/driver.py": "chaos/test_ray.py",
     "models/config/family.py": "models/config/test_families.py",

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from spile.core.index import FLAGS
     from spile.dataset.read.aligned import AlignedDatasets, align
     from spile.dataset.read.dataset import Dataset
-    from spile.dataset.read.dataset import open_dataset as open
     from spile.dataset.read.latents import top_rows
+    from spile.dataset.read.opening import open_dataset as open
     from spile.interop.export import export
     from spile.interop.flight.client import connect
     from spile.interop.jax_loader import on_devices
@@ -93,7 +93,8 @@ _HOMES = {
     ),
     "spile.core.index": ("FLAGS",),
     "spile.dataset.read.aligned": ("AlignedDatasets", "align"),
-    "spile.dataset.read.dataset": ("Dataset", "open=open_dataset"),
+    "spile.dataset.read.dataset": ("Dataset",),
+    "spile.dataset.read.opening": ("open=open_dataset",),
     "spile.dataset.read.latents": ("top_rows",),
     "spile.interop.export": ("export",),
     "spile.interop.flight.client": ("connect",),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from security.hostile import body_of, changed, fuzz, only_our_errors, refused, sealed
 from spile.core.errors import CorruptError
 from spile.dataset.maintain.verify import verify
-from spile.dataset.read.dataset import open_dataset
+from spile.dataset.read.opening import open_dataset
 from spile.dataset.records import format as fmt
 from spile.dataset.records.format import encode_record
 from spile.objects import LocalObjects

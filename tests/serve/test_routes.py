@@ -13,7 +13,7 @@ import pytest
 
 import spile
 from spile.core.errors import ConfigError, StoreError
-from spile.dataset.read.dataset import finished_taps
+from spile.dataset.read.opening import finished_taps
 from spile.serve import run_history
 from spile.serve.routes import Answers, BackgroundCache, Ready, number, plain
 from support import stored

@@ -31,7 +31,7 @@ from spile.corpus.pack import PackedUnit
 from spile.dataset.maintain.compact import compact
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.verify import verify
-from spile.dataset.read.dataset import open_dataset
+from spile.dataset.read.opening import open_dataset
 from spile.dataset.records import format as fmt
 from spile.dataset.records.format import Done
 from spile.dataset.records.heartbeat import Presence

@@ -288,7 +288,8 @@ def add_serve(verbs: Verbs) -> None:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    from spile.dataset.read.dataset import Dataset, finished_taps, open_dataset
+    from spile.dataset.read.dataset import Dataset
+    from spile.dataset.read.opening import finished_taps, open_dataset
     from spile.objects import open_objects
     from spile.serve.routes import Answers
     from spile.serve.server import Server

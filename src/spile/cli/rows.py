@@ -121,7 +121,7 @@ def add_serve_rows(verbs: Verbs) -> None:
 
 
 def serve_rows(arguments: argparse.Namespace) -> int:
-    from spile.dataset.read.dataset import open_dataset
+    from spile.dataset.read.opening import open_dataset
     from spile.interop.flight.server import RowServer
 
     address = listen_address(arguments, os.environ.get("SPILE_TOKEN") or None)

@@ -23,7 +23,7 @@ from spile.core.errors import ConfigError, InputError
 from spile.core.identity import full_digest
 from spile.core.npy import read_npy_header
 from spile.corpus.programs.program import guarded, load_file
-from spile.dataset.read.dataset import open_dataset
+from spile.dataset.read.opening import open_dataset
 from spile.models.config.arch import Arch
 from spile.models.files.sae import identity, open_sae
 from spile.models.sites import SPLICED

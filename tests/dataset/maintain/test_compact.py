@@ -19,7 +19,8 @@ from spile.dataset.maintain import copy as checked
 from spile.dataset.maintain.compact import Compacted, compact
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.verify import verify
-from spile.dataset.read.dataset import Dataset, open_dataset
+from spile.dataset.read.dataset import Dataset
+from spile.dataset.read.opening import open_dataset
 from spile.dataset.records import format as fmt
 from spile.dataset.records.ledger import Ledger
 from spile.objects import LocalObjects, Objects, open_objects

@@ -11,7 +11,7 @@ from spile.core.errors import ConfigError, CorruptError, DriftError, StoreError
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.repair import Repair
 from spile.dataset.maintain.verify import verify
-from spile.dataset.read.dataset import finished_taps
+from spile.dataset.read.opening import finished_taps
 from spile.dataset.records import format as fmt
 from spile.dataset.records.format import TapInfo
 from spile.dataset.records.ledger import Ledger

@@ -18,7 +18,7 @@ from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 from chaos.harness import Result, run
 from spile.dataset.maintain.compact import compact
 from spile.dataset.maintain.verify import verify
-from spile.dataset.read.dataset import open_dataset
+from spile.dataset.read.opening import open_dataset
 from spile.dataset.records import format as fmt
 from spile.interop.hub import push
 from spile.objects import LocalObjects, open_objects

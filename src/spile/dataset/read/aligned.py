@@ -18,7 +18,8 @@ from spile.core.errors import ConfigError
 from spile.core.recipe import OF_EACH_ROW, ResolvedRecipe
 from spile.dataset.codec.statistics import TapStats
 from spile.dataset.read.batches import Batches
-from spile.dataset.read.dataset import Dataset, open_dataset
+from spile.dataset.read.dataset import Dataset
+from spile.dataset.read.opening import open_dataset
 from spile.dataset.read.order import BatchOptions
 from spile.dataset.read.window import View
 

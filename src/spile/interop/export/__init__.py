@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from spile.core.errors import ConfigError, StoreError
-from spile.dataset.read.dataset import Dataset, open_dataset
+from spile.dataset.read.dataset import Dataset
+from spile.dataset.read.opening import open_dataset
 from spile.dataset.records.chosen_taps import choose_taps
 from spile.interop.export import (
     activault,
