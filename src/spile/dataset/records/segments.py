@@ -149,8 +149,9 @@ class Segment:
     def index_digests(self) -> list[str]:
         """The digest of each unit's index file: the same bytes are the same rows."""
         columns = self.columns
-        last = [run_of(columns["ends/files"], at).stop for at in range(len(self))]
-        return [text_at(columns, "file/digest", stop - len(fmt.BESIDE)) for stop in last]
+        taps = texts_at(columns, "file/tap", slice(0, len(columns["file/bytes"])))
+        files = (at for at, tap in enumerate(taps) if tap == "index")
+        return [text_at(columns, "file/digest", at) for at in files]
 
     def done(self, at: int) -> Done:
         """Return the record of a unit by its place; of `made_by` it holds the times alone."""
@@ -164,7 +165,8 @@ class Segment:
             Shard(tap, prefix + name, first, count, size, digest, etag)
             for (first, count, size), (tap, name, digest, etag) in zip(counts, texts, strict=True)
         ]
-        if len(files) < len(fmt.BESIDE):
+        beside = {file.tap: file for file in files if file.tap in fmt.BESIDE_TAPS}
+        if len(beside) < len(fmt.BESIDE_TAPS):
             raise CorruptError(self._key, f"names no index, statistics or documents of unit {unit}")
         skips = run_of(columns["ends/skipped"], at)
         reasons = texts_at(columns, "skipped/reason", skips)
@@ -179,10 +181,10 @@ class Segment:
             contexts=int(columns["contexts"][at]),
             skipped=dict(zip(reasons, columns["skipped/count"][skips].tolist(), strict=True)),
             text_digest=text_at(columns, "text_digest", at),
-            shards=tuple(files[:-3]),
-            index=files[-3],
-            statistics=files[-2],
-            documents_table=files[-1],
+            shards=tuple(file for file in files if file.tap not in beside),
+            index=beside["index"],
+            statistics=beside["statistics"],
+            documents_table=beside["documents"],
             made_by={name: value for name, value in when.items() if not math.isnan(value)},
         ).checked(self._key, self._layout)
 
