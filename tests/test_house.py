@@ -67,7 +67,6 @@ TWICE: set[str] = {
     "Kept",
     "Keys",
     "OnProgress",
-    "Place",
     "Places",
     "Read",
     "Row",

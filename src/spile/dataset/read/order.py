@@ -27,7 +27,7 @@ _SCANNED = 1 << 20  # rows whose index is scanned together
 
 Shuffle = Literal["window", "full"] | None
 Normalize = Literal["mean", "std", "norm"] | None
-Place = tuple[int, int]  # an epoch, and the number of a window in it
+WindowPlace = tuple[int, int]  # an epoch, and the number of a window in it
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class Order:
         order, firsts = self._blocks(epoch)
         return np.cumsum(np.add.reduceat(self._counts[order], firsts)) if len(firsts) else firsts
 
-    def window(self, place: Place) -> tuple[Rows, Rows]:
+    def window(self, place: WindowPlace) -> tuple[Rows, Rows]:
         """Return the rows of a window, ascending, and their positions in the order of output."""
         epoch, number = place
         if self._shuffle == "full":
@@ -342,7 +342,7 @@ class EpochSchedule:
         whole, rest = divmod(max(0, self.order.rows - position), self.share.batch_size)
         return whole + (1 if rest and not self.drop_last else 0)
 
-    def parts(self, place: Place) -> Iterator[tuple[int, int]]:
+    def parts(self, place: WindowPlace) -> Iterator[tuple[int, int]]:
         """Yield the stretches of a window that belong to this share."""
         epoch, number = place
         first, position = self.begin
@@ -360,7 +360,7 @@ class EpochSchedule:
         rows, size = self.order.rows, self.share.batch_size
         return epoch * (rows // size * size if self.drop_last else rows)
 
-    def following(self, place: Place) -> Place | None:
+    def following(self, place: WindowPlace) -> WindowPlace | None:
         """Return the next window, maybe of the next epoch; None at the end."""
         epoch, number = place
         if number + 1 < len(self.order.ends(epoch)):

@@ -22,7 +22,7 @@ from spile.core.index import INDEX_DTYPE
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.dataset.codec.quantization import DECODED, decode
 from spile.dataset.codec.statistics import TapStats
-from spile.dataset.read.order import BatchOptions, EpochSchedule, Normalize, Place
+from spile.dataset.read.order import BatchOptions, EpochSchedule, Normalize, WindowPlace
 from spile.dataset.read.rows import Bytes, ReadJob, Rows, StoredRows, runs
 from spile.dataset.records.format import SCALE_DTYPE, TapInfo
 
@@ -252,9 +252,9 @@ class ReadAhead:
         self._cold, self._faults = False, resource.getrusage(resource.RUSAGE_SELF).ru_majflt
         self._free: list[list[WindowBuffer]] = []
         self._current: list[Window] | None = None
-        self._next: tuple[Place, Future[list[Window]]] | None = None
+        self._next: tuple[WindowPlace, Future[list[Window]]] | None = None
 
-    def windows(self, place: Place) -> list[Window]:
+    def windows(self, place: WindowPlace) -> list[Window]:
         """Return the windows of all views; their memory is reused when others are requested."""
         if self._current is None or self._current[0].place != place:
             if self._current is not None:
@@ -279,7 +279,7 @@ class ReadAhead:
             if future.exception() is None:
                 self._free.append([window.buffer for window in future.result()])
 
-    def _load(self, place: Place) -> list[Window]:
+    def _load(self, place: WindowPlace) -> list[Window]:
         rows, places = self._order.window(place)
         ends = self._order.ends(place[0])
         begin = int(ends[place[1]]) - len(rows)
