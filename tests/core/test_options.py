@@ -12,11 +12,11 @@ from spile.core.options import Options, flag_of, listed, option, parse_count, sh
 
 @dataclass(frozen=True, kw_only=True)
 class Given(Options):
-    some_count: int | None = option(None, "", kind="count", minimum=2, auto=True)
-    size: int = option(1024, "", kind="size")
-    part: float = option(1.0, "", kind="share")
-    loud: bool = option(False, "", kind="switch")
-    mood: str = option("calm", "", choices=("calm", "wild"))
+    some_count: int | None = option("", kind="count", minimum=2, auto=True)
+    size: int = option("", default=1024, kind="size")
+    part: float = option("", default=1.0, kind="share")
+    loud: bool = option("", default=False, kind="switch")
+    mood: str = option("", default="calm", choices=("calm", "wild"))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spile.core.errors import ConfigError
-from spile.core.options import Options, flag_of, option, parse_count, shown
+from spile.core.options import Options, count, flag_of, option, parse_count, shown, switch
 
 __all__ = [
     "RayOptions",
@@ -43,184 +43,145 @@ class Recipe(Options):
     """Options that define the dataset. Two runs of one recipe make the same dataset."""
 
     model: str | None = option(
-        None,
         "'demo'; a directory or URL with config.json, tokenizer.json and *.safetensors; or a model "
-        "of the Hugging Face Hub, OWNER/NAME[@REVISION]",
+        "of the Hugging Face Hub, OWNER/NAME[@REVISION]"
     )
-    lora: str | None = option(
-        None, "directory, URL or Hub name of a PEFT LoRA adapter, merged at load"
-    )
+    lora: str | None = option("directory, URL or Hub name of a PEFT LoRA adapter, merged at load")
     corpus: str | None = option(
-        None,
         "'demo'; a file, directory or glob of Parquet, Arrow, JSONL, JSON, CSV, TSV or text "
         "(.gz and .zst too), of token ids in Parquet, Arrow or .bin, or its URL; a dataset of the "
         "Hub, OWNER/NAME[:CONFIG[:SPLIT]], or of any kind of files, datasets:OWNER/NAME…; a "
-        "program, FILE.py:FUNCTION; ARC tasks, arc:PATH",
+        "program, FILE.py:FUNCTION; ARC tasks, arc:PATH"
     )
     like: str | None = option(
-        None,
         "make the rows of this dataset again, with another --model, --lora, --taps, --encode, "
-        "--splice or dtype; every other option comes from that dataset",
+        "--splice or dtype; every other option comes from that dataset"
     )
-    more: bool | None = option(
-        None,
+    more: bool | None = switch(
         "add the documents that the corpus has gained: new files, new shards on the Hub, or more "
-        "of it up to a larger --max-docs or --max-tokens; existing rows do not change",
-        kind="switch",
+        "of it up to a larger --max-docs or --max-tokens; existing rows do not change"
     )
     add_corpus: str | None = option(
-        None, "like --more, but add the documents of another corpus, read by the same recipe"
+        "like --more, but add the documents of another corpus, read by the same recipe"
     )
     taps: str | None = option(
-        None, "where to tap: site:layers, comma separated, e.g. resid_post:20-27,mlp_out:12,embed"
+        "where to tap: site:layers, comma separated, e.g. resid_post:20-27,mlp_out:12,embed"
     )
     add_taps: str | None = option(
-        None,
         "add taps to the dataset in --out, spelled as in --taps; --encode, --store-dtype and "
-        "--compute-dtype then apply to the new taps, every other option is the dataset's",
+        "--compute-dtype then apply to the new taps, every other option is the dataset's"
     )
     encode: str | None = option(
-        None,
         "store sparse latents instead of a tap's rows: directory or URL of a sparse autoencoder "
-        "(SAELens, Gemma Scope), or of a folder with one per tap; or TAP=DIR, comma separated",
+        "(SAELens, Gemma Scope), or of a folder with one per tap; or TAP=DIR, comma separated"
     )
-    latents: int | None = option(
-        None, "how many latents to store per row, largest first [the encoder's own k, or 64]",
-        kind="count", minimum=1,
-    )  # fmt: skip
+    latents: int | None = count(
+        "how many latents to store per row, largest first [the encoder's own k, or 64]"
+    )
     splice: str | None = option(
-        None,
         "change values inside the model: zero:TAP, ablate:TAP=FILE.npy, steer:TAP=FILE.npy*4, "
         "mean:TAP=FILE.npy or a dataset, replace-with-sae:TAP=DIR, or your own, FILE.py:FUNCTION; "
         "comma separated, or given several times; none",
         kind="list",
     )
     where: str | None = option(
-        None,
         "keep only these rows, e.g. 'not bos and pos >= 1', or 'end' for the last token of each "
-        "document; over bos eos special (any special token) first last end pos offset doc token_id",
+        "document; over bos eos special (any special token) first last end pos offset doc token_id"
     )
-    every: int | None = option(
-        None, "keep every N-th row of a context, after --where", kind="count", minimum=1
-    )
-    seq_len: int | None = option(
-        None,
-        "tokens in a context [2048, or the model's maximum]",
-        kind="count",
-        minimum=8,
-        auto=True,
+    every: int | None = count("keep every N-th row of a context, after --where")
+    seq_len: int | None = count(
+        "tokens in a context [2048, or the model's maximum]", minimum=8, auto=True
     )
     pack: str | None = option(
-        None,
         "ffd: pack several documents into a row, isolated; none: one context per row [ffd]",
         choices=("ffd", "none"),
     )
     long_docs: str | None = option(
-        None,
         "documents longer than --seq-len: split into contexts, or truncate [split]",
         choices=("split", "truncate"),
     )
     special_tokens: str | None = option(
-        None,
         "special tokens to add: the tokenizer's default, only a leading BOS, or none [tokenizer]",
         choices=("tokenizer", "bos", "none"),
     )
     text_column: str | None = option(
-        None, "column or key that holds the text [text, or the only column of strings]"
+        "column or key that holds the text [text, or the only column of strings]"
     )
     messages: str | None = option(
-        None, "column or key that holds chats: lists of messages with role and content"
+        "column or key that holds chats: lists of messages with role and content"
     )
     prompt_column: str | None = option(
-        None, "column or key that holds the user's prompt; needs --response-column"
+        "column or key that holds the user's prompt; needs --response-column"
     )
-    response_column: str | None = option(None, "column or key that holds the assistant's response")
-    prompt_prefix: str | None = option(None, "text to put before each prompt")
-    prompt_suffix: str | None = option(None, "text to put after each prompt")
-    system: str | None = option(None, "system message for chats that do not begin with one")
+    response_column: str | None = option("column or key that holds the assistant's response")
+    prompt_prefix: str | None = option("text to put before each prompt")
+    prompt_suffix: str | None = option("text to put after each prompt")
+    system: str | None = option("system message for chats that do not begin with one")
     template: str | None = option(
-        None, "Jinja file of a chat template, or none: prompt and response alone [the model's own]"
+        "Jinja file of a chat template, or none: prompt and response alone [the model's own]"
     )
-    generation_prompt: bool | None = option(
-        None, "end each chat with the template's generation prompt", kind="switch"
-    )
+    generation_prompt: bool | None = switch("end each chat with the template's generation prompt")
     text_documents: str | None = option(
-        None, "in plain text files, a document is a line or the whole file [line]",
+        "in plain text files, a document is a line or the whole file [line]",
         choices=("line", "file"),
-    )  # fmt: skip
+    )
     tokens_column: str | None = option(
-        None, "column of token ids, which are used unchanged [input_ids or tokens, if no column "
-        "holds strings]",
-    )  # fmt: skip
+        "column of token ids, which are used unchanged [input_ids or tokens, if no column "
+        "holds strings]"
+    )
     tokens_dtype: str | None = option(
-        None, "dtype of .bin files [uint16 if the vocabulary fits]", choices=("uint16", "uint32")
+        "dtype of .bin files [uint16 if the vocabulary fits]", choices=("uint16", "uint32")
     )
     doc_separator: str | None = option(
-        None, "in .bin files: eos or an id ends a document, bos begins one; none: each document "
-        "has --seq-len tokens [eos]",
-    )  # fmt: skip
-    filter: str | None = option(
-        None,
-        "only documents that match this expression over their columns, e.g. \"language == 'en' and "
-        'score >= 3"',
+        "in .bin files: eos or an id ends a document, bos begins one; none: each document "
+        "has --seq-len tokens [eos]"
     )
-    shuffle_docs: int | None = option(
-        None, "seed: read units of the whole corpus in random order, not in file order, so that "
-        "--max-docs and --max-tokens take a sample of it", kind="count", minimum=0,
-    )  # fmt: skip
+    filter: str | None = option(
+        "only documents that match this expression over their columns, e.g. \"language == 'en' and "
+        'score >= 3"'
+    )
+    shuffle_docs: int | None = count(
+        "seed: read units of the whole corpus in random order, not in file order, so that "
+        "--max-docs and --max-tokens take a sample of it",
+        minimum=0,
+    )
     fraction: float | None = option(
-        None, "only this share of the documents, chosen by a hash of the text", kind="share"
+        "only this share of the documents, chosen by a hash of the text", kind="share"
     )
     holdout: float | None = option(
-        None, "leave out this share of the documents, chosen by another hash", kind="share"
+        "leave out this share of the documents, chosen by another hash", kind="share"
     )
     part: str | None = option(
-        None, "rest: the documents that --holdout keeps; holdout: those it leaves out [rest]",
+        "rest: the documents that --holdout keeps; holdout: those it leaves out [rest]",
         choices=("rest", "holdout"),
-    )  # fmt: skip
-    dedupe: bool | None = option(
-        None, "leave out documents whose exact text occurred before; reads the corpus once more, "
-        "to cut it into units", kind="switch",
-    )  # fmt: skip
-    min_tokens: int | None = option(
-        None, "only documents of at least N tokens", kind="count", minimum=1
     )
-    max_doc_tokens: int | None = option(
-        None, "only documents of at most N tokens", kind="count", minimum=1
+    dedupe: bool | None = switch(
+        "leave out documents whose exact text occurred before; reads the corpus once more, "
+        "to cut it into units"
     )
+    min_tokens: int | None = count("only documents of at least N tokens")
+    max_doc_tokens: int | None = count("only documents of at most N tokens")
     max_doc_bytes: int | None = option(
-        None, "only documents of at most N bytes [64MiB]", kind="size", minimum=1
+        "only documents of at most N bytes [64MiB]", kind="size", minimum=1
     )
     keep: str | None = option(
-        None,
         "columns or keys to keep for each document, comma separated, or none [id, url, and up to "
-        "32 columns of numbers, booleans or texts of at most 64 characters; from a program, all]",
+        "32 columns of numbers, booleans or texts of at most 64 characters; from a program, all]"
     )
-    preview: int | None = option(
-        None, "characters of each document's text to keep [200]", kind="count", minimum=0
-    )
-    max_docs: int | None = option(
-        None, "only the first N documents of the corpus", kind="count", minimum=1
-    )
-    max_tokens: int | None = option(
-        None, "only the first units estimated to hold N tokens", kind="count", minimum=1
-    )
-    unit_tokens: int | None = option(
-        None,
+    preview: int | None = count("characters of each document's text to keep [200]", minimum=0)
+    max_docs: int | None = count("only the first N documents of the corpus")
+    max_tokens: int | None = count("only the first units estimated to hold N tokens")
+    unit_tokens: int | None = count(
         "tokens in a unit, which is committed or redone as a whole, or auto [4M on accelerators; "
         "on a CPU about half a minute of work, at most 64k]",
-        kind="count",
-        minimum=1,
         auto=True,
     )
     compute_dtype: str | None = option(
-        None,
         "float8_e4m3 multiplies in 8 bits and keeps the rest in bfloat16: faster on GPUs from "
         "Hopper on, less exact [bfloat16 on accelerators, float32 on CPU]",
         choices=COMPUTE_DTYPES,
     )
     store_dtype: str | None = option(
-        None,
         "float8_e4m3 is scaled by row, int8 by channel "
         "[bfloat16; float32 if --compute-dtype float32 is given]",
         choices=STORE_DTYPES,
@@ -231,139 +192,113 @@ class Recipe(Options):
 class Runtime(Options):
     """Options for making the dataset. None of them changes its contents."""
 
-    batch_tokens: int | None = option(
-        None,
+    batch_tokens: int | None = count(
         "tokens in a device step, or auto [1k on CPU; elsewhere 16k, 32k for small models, "
         "or what fits]",
-        kind="count",
-        minimum=1,
         auto=True,
     )
     shard_bytes: int = option(
-        1 << 30, "largest shard file, e.g. 1GiB [1GiB]", kind="size", minimum=4096
+        "largest shard file, e.g. 1GiB [1GiB]", default=1 << 30, kind="size", minimum=4096
     )
-    compress: bool = option(
-        False,
+    compress: bool = switch(
         "for cold storage: byte planes and zstd, lossless, about 0.7 of the size in bfloat16; "
         "slower to write and to read",
-        kind="switch",
+        default=False,
     )
-    threads: int | None = option(
-        None, "threads that tokenize [all cores but one]", kind="count", minimum=1, auto=True
-    )
-    render_processes: int | None = option(
-        None,
+    threads: int | None = count("threads that tokenize [all cores but one]", auto=True)
+    render_processes: int | None = count(
         "separate processes that render chats, so that no template can stop this one; at least 1 "
         "[1 per 4 cores, at most 8]",
-        kind="count",
         minimum=0,
         auto=True,
     )
-    write_threads: int = option(4, "taps written in parallel [4]", kind="count", minimum=1)
-    queue_depth: int = option(
-        2, "batches that may wait between two stages; limits memory [2]", kind="count", minimum=1
+    write_threads: int = count("taps written in parallel [4]", default=4)
+    queue_depth: int = count(
+        "batches that may wait between two stages; limits memory [2]", default=2
     )
     spool: str | None = option(
-        None,
         "local directory where files for a bucket wait for their upload, so that a slow network "
-        "does not stop the device [memory]",
+        "does not stop the device [memory]"
     )
     cache: str | None = option(
-        None,
         "directory for corpora that the `datasets` library has converted to Parquet "
-        "[SPILE_CACHE/datasets]",
+        "[SPILE_CACHE/datasets]"
     )
     max_bytes: int | None = option(
-        None,
         "stop at the end of a unit, before the whole dataset exceeds this size, e.g. 2TB",
         kind="size",
         minimum=1,
     )
     share: str | None = option(
-        None,
         "I/N, from 0: this machine does share I of N of the units first, then helps with "
-        "unfinished ones [MACHINE_ID/TOTAL_MACHINES]",
+        "unfinished ones [MACHINE_ID/TOTAL_MACHINES]"
     )
-    stale_after: int = option(
-        30,
+    stale_after: int = count(
         "seconds without a heartbeat after which another worker's unit may be redone [30]",
-        kind="count",
-        minimum=1,
+        default=30,
     )
     mesh: str = option(
-        "auto",
         "devices by axis: auto, 1 (one device), 1d (all on model), 2d (hosts x chips), 3d, or e.g. "
         "data=16,fsdp=2,model=2 [auto: the fastest that fits]",
+        default="auto",
     )
     attention: str = option(
-        "auto",
         "attention kernel: auto, mosaic, cudnn, triton, splash, or blocked (plain products) [auto: "
         "the fastest that supports the model on this device]",
+        default="auto",
         choices=("auto", "mosaic", "cudnn", "triton", "splash", "blocked"),
     )
     weights: str = option(
-        "auto",
         "where blocks are kept: resident (on the device), or host (memory) or disk, from which "
         "each is copied when it runs [auto: on the device as far as they fit, then host, then "
         "disk]",
+        default="auto",
         choices=("auto", "resident", "host", "disk"),
     )
-    fsdp: int | None = option(
-        None, "size of the fsdp axis, for --mesh 3d [2]", kind="count", minimum=1
-    )
+    fsdp: int | None = count("size of the fsdp axis, for --mesh 3d [2]")
     world: str = option(
-        "slice",
         "slice: all joined processes do a unit together; host: each does its own units, if the "
         "model fits [slice]",
+        default="slice",
         choices=("slice", "host"),
     )
     coordinator: str | None = option(
-        None, "HOST:PORT of process 0, which the other processes join [COORDINATOR_ADDRESS]"
+        "HOST:PORT of process 0, which the other processes join [COORDINATOR_ADDRESS]"
     )
-    num_processes: int | None = option(
-        None,
-        "number of processes to join [NUM_HOSTS, or the number that the cluster reports]",
-        kind="count",
-        minimum=1,
+    num_processes: int | None = count(
+        "number of processes to join [NUM_HOSTS, or the number that the cluster reports]"
     )
-    process_id: int | None = option(
-        None,
-        "this process's number, from 0 [HOST_ID, CLOUD_TPU_TASK_ID, TPU_WORKER_ID]",
-        kind="count",
-        minimum=0,
+    process_id: int | None = count(
+        "this process's number, from 0 [HOST_ID, CLOUD_TPU_TASK_ID, TPU_WORKER_ID]", minimum=0
     )
     bind_address: str | None = option(
-        None, "HOST:PORT that process 0 listens on [all addresses, the coordinator's port]"
+        "HOST:PORT that process 0 listens on [all addresses, the coordinator's port]"
     )
-    start_timeout: int = option(
-        300, "seconds to wait for all processes to join [300]", kind="count", minimum=1
+    start_timeout: int = count("seconds to wait for all processes to join [300]", default=300)
+    heartbeat_timeout: int = count(
+        "seconds without a heartbeat after which a lost process ends the world [100]", default=100
     )
-    heartbeat_timeout: int = option(
-        100,
-        "seconds without a heartbeat after which a lost process ends the world [100]",
-        kind="count",
-        minimum=1,
+    ignore_space: bool = switch(
+        "run even when the disk looks too small for the estimate", default=False
     )
-    ignore_space: bool = option(
-        False, "run even when the disk looks too small for the estimate", kind="switch"
-    )
-    allow_nonfinite: bool = option(
-        False, "keep rows with NaN or infinity instead of stopping", kind="switch"
+    allow_nonfinite: bool = switch(
+        "keep rows with NaN or infinity instead of stopping", default=False
     )
     metrics: str | None = option(
-        None,
         "where to report the run's metrics, comma separated: tensorboard:DIR, wandb[:PROJECT], "
-        "prometheus:[HOST:]PORT, or another installed backend",
+        "prometheus:[HOST:]PORT, or another installed backend"
     )
-    metrics_every: int = option(10, "seconds between metrics [10]", kind="count", minimum=1)
+    metrics_every: int = count("seconds between metrics [10]", default=10)
     metrics_from: str = option(
-        "leader", "which joined processes report metrics [leader]", choices=("leader", "all")
+        "which joined processes report metrics [leader]",
+        default="leader",
+        choices=("leader", "all"),
     )
-    run_name: str | None = option(None, "name of this run in metrics [the last part of --out]")
+    run_name: str | None = option("name of this run in metrics [the last part of --out]")
     profile: str | None = option(
-        None, "steps=FIRST:END[,dir=DIR][,host=0-3][,device=0-1][,python=0-1]: trace these steps, "
-        "from 0, without END, at these levels [dir=spile-profile,host=2,device=1,python=0]",
-    )  # fmt: skip
+        "steps=FIRST:END[,dir=DIR][,host=0-3][,device=0-1][,python=0-1]: trace these steps, "
+        "from 0, without END, at these levels [dir=spile-profile,host=2,device=1,python=0]"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,27 +309,21 @@ class RayOptions(Options):
     """
 
     engine: str = option(
-        "local",
         "local: this process and those it is joined to; ray: slices on a Ray cluster [local]",
+        default="local",
         choices=("local", "ray"),
     )
     ray_address: str = option(
-        "auto", "HOST:PORT of the cluster; auto: the one this machine belongs to [auto]"
+        "HOST:PORT of the cluster; auto: the one this machine belongs to [auto]", default="auto"
     )
-    ray_slices: int | None = option(
-        None, "largest number of slices at a time [as many as fit]",
-        kind="count", minimum=1,
-    )  # fmt: skip
-    ray_hosts: int = option(
-        1, "hosts of a slice, which do units together [1]", kind="count", minimum=1
-    )
+    ray_slices: int | None = count("largest number of slices at a time [as many as fit]")
+    ray_hosts: int = count("hosts of a slice, which do units together [1]", default=1)
     ray_resources: str | None = option(
-        None,
         "resources that a slice takes on each host, e.g. GPU=1 or TPU=4,CPU=8 [all accelerators of "
-        "a node, or its CPUs]",
+        "a node, or its CPUs]"
     )
     ray_topology: str | None = option(
-        None, "TPU topology of a slice, reserved as a whole by Ray, e.g. v5e:4x4 or v4:2x2x2"
+        "TPU topology of a slice, reserved as a whole by Ray, e.g. v5e:4x4 or v4:2x2x2"
     )
 
     def __post_init__(self) -> None:

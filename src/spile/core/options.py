@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import field, fields
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from spile.core.errors import ConfigError
@@ -22,9 +23,9 @@ LIMIT = 1 << 63  # every number is smaller than this
 
 
 def option(
-    default: Any,
     help: str,
     *,
+    default: Any = None,
     kind: str = "text",
     choices: tuple[str, ...] = (),
     minimum: int | None = None,
@@ -39,6 +40,10 @@ def option(
     """
     meta = {"help": help, "kind": kind, "choices": choices, "minimum": minimum, "auto": auto}
     return field(default=default, metadata=meta)
+
+
+count = partial(option, kind="count", minimum=1)
+switch = partial(option, kind="switch")
 
 
 def flag_of(name: str) -> str:
