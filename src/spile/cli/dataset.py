@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spile.cli.flags import Verbs
+from spile.cli.flags import Verbs, switch
 from spile.core.config import Recipe, Runtime, parse_count
 from spile.core.errors import ConfigError, SpileError, printable
 from spile.core.humanize import plural, size
+from spile.objects import open_objects
 
 if TYPE_CHECKING:
     from spile.dataset.maintain.assemble import Assembled
@@ -31,23 +32,19 @@ _SOURCES = ("model", "lora", "corpus", "template", "encode", "splice")
 def add_verify(verbs: Verbs) -> None:
     sub = verbs.add("verify", verify, "audit every byte of a dataset")
     sub.add_argument("out", metavar="OUT")
-    sub.add_argument("--partial", action="store_true", help="accept units that are not done yet")
+    switch(sub, "--partial", "accept units that are not done yet")
     how = sub.add_mutually_exclusive_group()
-    how.add_argument(
-        "--quick",
-        action="store_true",
-        help="compare only the sizes and checksums that a listing gives; read no rows",
+    switch(
+        how, "--quick", "compare only the sizes and checksums that a listing gives; read no rows"
     )
-    how.add_argument(
+    switch(
+        how,
         "--resume",
-        action="store_true",
-        help="continue an interrupted audit; skip units that it found sound on this machine",
+        "continue an interrupted audit; skip units that it found sound on this machine",
     )
     signed = sub.add_argument_group("signature")
-    signed.add_argument(
-        "--signature",
-        action="store_true",
-        help="also check that `spile sign` signed every record and file as it is",
+    switch(
+        signed, "--signature", "also check that `spile sign` signed every record and file as it is"
     )
     signed.add_argument(
         "--signers",
@@ -56,10 +53,10 @@ def add_verify(verbs: Verbs) -> None:
         "[~/.ssh/allowed_signers]",
     )
     again = sub.add_argument_group("repair")
-    again.add_argument(
+    switch(
+        again,
         "--repair",
-        action="store_true",
-        help="make damaged and missing units again, with the model and the corpus of the recipe; "
+        "make damaged and missing units again, with the model and the corpus of the recipe; "
         "with --partial, set damaged units aside for `spile extract` to make again",
     )
     again.add_argument(
@@ -75,7 +72,6 @@ def add_verify(verbs: Verbs) -> None:
 def verify(arguments: argparse.Namespace) -> int:
     from spile.dataset.maintain.signature import read_signed
     from spile.dataset.maintain.verify import Journal, verify
-    from spile.objects import open_objects
     from spile.run.pipeline.display import counted
 
     objects = open_objects(arguments.out)
@@ -117,7 +113,6 @@ def verify(arguments: argparse.Namespace) -> int:
 def _repair(arguments: argparse.Namespace, objects: "Objects", report: "Report") -> "Repaired":
     """Make units again that an audit found damaged, and report what was made."""
     from spile.metrics import Counters
-    from spile.objects import open_objects
     from spile.run.pipeline.display import progress
     from spile.run.repair import repair
 
@@ -216,9 +211,8 @@ def add_sign(verbs: Verbs) -> None:
     )
 
 
-def sign(arguments: argparse.Namespace) -> int:
+def sign(arguments: argparse.Namespace) -> None:
     from spile.dataset.maintain.signature import sign
-    from spile.objects import open_objects
     from spile.run.pipeline.display import counted
 
     with counted("files", quiet=arguments.json) as progress:
@@ -226,7 +220,6 @@ def sign(arguments: argparse.Namespace) -> int:
             open_objects(arguments.out), Path(arguments.key).expanduser(), progress=progress
         )
     print(json.dumps(dataclasses.asdict(made)) if arguments.json else sign_text(made))
-    return 0
 
 
 def sign_text(made: "Signed") -> str:
@@ -254,10 +247,9 @@ def add_drop(verbs: Verbs) -> None:
     )
 
 
-def drop(arguments: argparse.Namespace) -> int:
+def drop(arguments: argparse.Namespace) -> None:
     from spile.dataset.records.ledger import Ledger
     from spile.dataset.records.passes import drop_taps
-    from spile.objects import open_objects
 
     asked = [name for name in map(str.strip, arguments.taps.split(",")) if name]
     gone = drop_taps(Ledger(open_objects(arguments.out)), asked)
@@ -266,7 +258,6 @@ def drop(arguments: argparse.Namespace) -> int:
     else:
         freed = f"`spile gc {shlex.quote(arguments.out)}` frees {size(sum(gone.values()))}"
         print(f"dropped {', '.join(gone)}; {freed}")
-    return 0
 
 
 def add_gc(verbs: Verbs) -> None:
@@ -274,16 +265,13 @@ def add_gc(verbs: Verbs) -> None:
         "gc", gc, "remove files that no finished unit needs; safe beside running workers"
     )
     sub.add_argument("out", metavar="OUT")
-    sub.add_argument(
-        "--abandoned",
-        action="store_true",
-        help="also remove attempts at unfinished units; only when nothing is running",
+    switch(
+        sub, "--abandoned", "also remove attempts at unfinished units; only when nothing is running"
     )
 
 
-def gc(arguments: argparse.Namespace) -> int:
+def gc(arguments: argparse.Namespace) -> None:
     from spile.dataset.maintain.gc import collect_garbage
-    from spile.objects import open_objects
     from spile.run.pipeline.display import counted
 
     objects = open_objects(arguments.out)
@@ -293,7 +281,6 @@ def gc(arguments: argparse.Namespace) -> int:
         print(json.dumps({"removed": removed}))
     else:
         print(f"{plural(len(removed), 'orphan')} removed")
-    return 0
 
 
 def add_export(verbs: Verbs) -> None:
@@ -309,14 +296,13 @@ def add_export(verbs: Verbs) -> None:
     sub.add_argument("--dtype", metavar="X", help="[as stored if the format has it, else float32]")
 
 
-def export(arguments: argparse.Namespace) -> int:
+def export(arguments: argparse.Namespace) -> None:
     from spile.interop.export import export
 
     names = ("to", "taps", "context_size", "dtype")
     options = {name: getattr(arguments, name) for name in names}
     made = export(arguments.out, arguments.dest, **options)
     print(json.dumps(dataclasses.asdict(made)) if arguments.json else export_text(made))
-    return 0
 
 
 def export_text(made: "Exported") -> str:
@@ -347,10 +333,9 @@ def add_copy(verbs: Verbs) -> None:
     sub.add_argument("--units", metavar="U", help="units to copy, e.g. 0-99,150 [all]")
 
 
-def copy(arguments: argparse.Namespace) -> int:
+def copy(arguments: argparse.Namespace) -> None:
     from spile.dataset.maintain.assemble import copy_part, parse_units
     from spile.dataset.maintain.replica import replicate
-    from spile.objects import open_objects
     from spile.run.pipeline.display import counted
 
     source = open_objects(arguments.out, prefix="SPILE_SOURCE_")
@@ -364,7 +349,6 @@ def copy(arguments: argparse.Namespace) -> int:
             made = copy_part(source, dest, taps=arguments.taps, units=units, progress=progress)
             text = assembled_text(made)
     print(json.dumps(dataclasses.asdict(made)) if arguments.json else text)
-    return 0
 
 
 def copy_text(made: "Copied") -> str:
@@ -394,9 +378,8 @@ def add_merge(verbs: Verbs) -> None:
     sub.add_argument("dest", metavar="DEST", help="directory or URL of the new dataset")
 
 
-def merge(arguments: argparse.Namespace) -> int:
+def merge(arguments: argparse.Namespace) -> None:
     from spile.dataset.maintain.assemble import merge
-    from spile.objects import open_objects
     from spile.run.pipeline.display import counted
 
     sources = [open_objects(out, prefix="SPILE_SOURCE_") for out in arguments.out]
@@ -404,7 +387,6 @@ def merge(arguments: argparse.Namespace) -> int:
     with counted("units", quiet=arguments.json) as progress:
         made = merge(sources, dest, progress=progress)
     print(json.dumps(dataclasses.asdict(made)) if arguments.json else assembled_text(made))
-    return 0
 
 
 def add_compact(verbs: Verbs) -> None:
@@ -415,13 +397,12 @@ def add_compact(verbs: Verbs) -> None:
         "--unit-bytes", metavar="SIZE", default="64GiB", help="merge units up to this size [64GiB]"
     )
     sub.add_argument("--shard-bytes", metavar="SIZE", default="1GiB", help="as for extract [1GiB]")
-    sub.add_argument("--compress", action="store_true", help="as for extract")
+    switch(sub, "--compress", "as for extract")
     sub.add_argument("--taps", metavar="T", help="taps to take, as for export [all]")
 
 
-def compact(arguments: argparse.Namespace) -> int:
+def compact(arguments: argparse.Namespace) -> None:
     from spile.dataset.maintain.compact import compact
-    from spile.objects import open_objects
 
     runtime = Runtime(shard_bytes=arguments.shard_bytes)
     try:
@@ -439,7 +420,6 @@ def compact(arguments: argparse.Namespace) -> int:
         taps=arguments.taps,
     )
     print(json.dumps(dataclasses.asdict(made)) if arguments.json else compact_text(made))
-    return 0
 
 
 def compact_text(made: "Compacted") -> str:
@@ -455,22 +435,17 @@ def add_push(verbs: Verbs) -> None:
     sub = verbs.add("push", push, "upload a dataset to the Hugging Face Hub, with a card")
     sub.add_argument("out", metavar="OUT")
     sub.add_argument("repo", metavar="REPO", help="owner/name of a dataset repository")
-    sub.add_argument(
-        "--private",
-        action="store_true",
-        help="make the repository private; refuse an existing public one",
-    )
+    switch(sub, "--private", "make the repository private; refuse an existing public one")
     sub.add_argument("--revision", metavar="BRANCH", help="created if missing [main]")
 
 
-def push(arguments: argparse.Namespace) -> int:
+def push(arguments: argparse.Namespace) -> None:
     from spile.interop.hub.push import push
 
     made = push(
         arguments.out, arguments.repo, private=arguments.private, revision=arguments.revision
     )
     print(json.dumps(dataclasses.asdict(made)) if arguments.json else push_text(made))
-    return 0
 
 
 def push_text(made: "Pushed") -> str:

@@ -12,11 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spile.cli.flags import Verbs, add_options, taps_help
+from spile.cli.flags import Verbs, add_options, switch, taps_help
 from spile.cli.style import formatter, program, skipped
 from spile.core.config import RayOptions, Recipe, Runtime, build, load_toml
 from spile.core.errors import ConfigError, Interrupted
 from spile.core.humanize import compared, lasting, plural, size
+from spile.objects import open_objects
 
 if TYPE_CHECKING:
     from spile.dataset.records.prediction import Prediction
@@ -53,7 +54,7 @@ def add_recipe_flags(sub: argparse.ArgumentParser) -> None:
     """Add the flags that `extract` and `plan` share."""
     sub.add_argument("--out", metavar="DIR", help="where the dataset goes")
     sub.add_argument("--config", metavar="FILE", help="TOML file of options; flags win")
-    sub.add_argument("--quiet", action="store_true", help="print only errors")
+    switch(sub, "--quiet", "print only errors")
     add_options(sub, "recipe: what the dataset is", Recipe)
     add_options(sub, "runtime: how it is made", Runtime)
 
@@ -67,16 +68,8 @@ def add_extract(verbs: Verbs) -> None:
         description=_EXTRACT_HELP,
     )
     add_recipe_flags(sub)
-    sub.add_argument(
-        "--log-json",
-        action="store_true",
-        help="print progress and log as JSON objects on stderr, one a line",
-    )
-    sub.add_argument(
-        "--restart",
-        action="store_true",
-        help="start over with another recipe; refused once --out holds a row",
-    )
+    switch(sub, "--log-json", "print progress and log as JSON objects on stderr, one a line")
+    switch(sub, "--restart", "start over with another recipe; refused once --out holds a row")
     add_options(sub, "engine: where it is made", RayOptions)
 
 
@@ -129,8 +122,6 @@ def extract(arguments: argparse.Namespace) -> int:
     rank, out = asked.place.rank, asked.out
     if rank:
         if not is_child():
-            from spile.objects import open_objects
-
             return accompany(arguments.argv, rank, open_objects(out))
         arguments.quiet |= not rank.leads
     if arguments.restart and (rank is None or rank.leads):
@@ -172,7 +163,6 @@ def extract(arguments: argparse.Namespace) -> int:
 def _restart(asked: _Extraction) -> None:
     """Discard the stored recipe, if the dataset holds no rows."""
     from spile.dataset.maintain.gc import discard_empty
-    from spile.objects import open_objects
 
     for name in ("model", "corpus", "taps"):
         if getattr(asked.recipe, name) is None:
@@ -309,7 +299,6 @@ def add_supervise(verbs: Verbs) -> None:
 
 def supervise(arguments: argparse.Namespace) -> int:
     from spile.fleet.supervise import Patience, Supervisor
-    from spile.objects import open_objects
 
     command = arguments.command[arguments.command[:1] == ["--"] :]
     if command[:1] != ["extract"]:

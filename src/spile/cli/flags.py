@@ -167,9 +167,12 @@ class Verbs:
         self._group = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
     def add(
-        self, name: str, handle: Callable[[argparse.Namespace], int], help: str, **more: Any
+        self, name: str, handle: Callable[[argparse.Namespace], int | None], help: str, **more: Any
     ) -> argparse.ArgumentParser:
-        """Add a verb that calls `handle`; return its parser, which already has --json."""
+        """Add a verb that calls `handle`; return its parser, which already has --json.
+
+        `handle` returns an exit code; None: 0.
+        """
         told: dict[str, Any] = {"description": help, **more}
         sub = self._group.add_parser(
             name,
@@ -178,7 +181,7 @@ class Verbs:
             **told,
         )
         sub.set_defaults(verb=handle)
-        sub.add_argument("--json", action="store_true", help="print one JSON object")
+        switch(sub, "--json", "print one JSON object")
         return sub
 
     def may_be(self, name: str) -> bool:
@@ -206,6 +209,15 @@ def add_options(
         group.add_argument(flag, action=action, metavar=metavar, help=meta["help"])
 
 
+def switch(
+    parser: argparse._ActionsContainer,  # pyright: ignore[reportPrivateUsage]
+    flag: str,
+    help: str,
+) -> None:
+    """Add a flag without a value: False unless given."""
+    parser.add_argument(flag, action="store_true", help=help)
+
+
 class _Joined(argparse.Action):
     """Joins the values of a repeated flag by commas."""
 
@@ -231,11 +243,7 @@ def add_listening(parser: argparse.ArgumentParser, port: int) -> None:
     )
     parser.add_argument("--tls-cert", metavar="FILE", help="certificate chain in PEM")
     parser.add_argument("--tls-key", metavar="FILE", help="the certificate's key in PEM")
-    parser.add_argument(
-        "--insecure",
-        action="store_true",
-        help="without TLS: anyone on the network path can read the token",
-    )
+    switch(parser, "--insecure", "without TLS: anyone on the network path can read the token")
 
 
 def listen_address(arguments: argparse.Namespace, token: str | None) -> ListenAddress:

@@ -29,7 +29,7 @@ def add_launch(verbs: Verbs) -> None:
         add_launch(sub)
 
 
-def launch(arguments: argparse.Namespace) -> int:
+def launch(arguments: argparse.Namespace) -> None:
     from spile.launch.command import shown
     from spile.launch.run import act, build_job, build_target, check, check_out, told
 
@@ -44,14 +44,13 @@ def launch(arguments: argparse.Namespace) -> int:
     job = build_job(arguments, os.environ)
     if arguments.dry_run:
         print(shown(target.commands(action, job.masked(), lines)))
-        return 0
+        return
     results = act(action, target, job, lines)
     if arguments.json:
         print(json.dumps([dataclasses.asdict(result) for result in results]))
     else:
         print(told(action, results), end="")
     check(action, results)
-    return 0
 
 
 def _check_recipe(given: argparse.Namespace) -> str | None:

@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from spile.cli.flags import Verbs
+from spile.cli.flags import Verbs, switch
 from spile.core.errors import ConfigError
+from spile.objects import open_objects
 
 if TYPE_CHECKING:
     from spile.status.listing import Listing
@@ -210,7 +211,7 @@ def add_legacy(verbs: Verbs) -> None:
         "run a command line of the tools before Spile, and print the new spelling",
         usage="spile legacy PROGRAM [--dry-run] OLD FLAGS [-- NEW FLAGS]",
     )
-    sub.add_argument("--dry-run", action="store_true", help="only print it")
+    switch(sub, "--dry-run", "only print it")
     sub.add_argument("program", choices=PROGRAMS)
     sub.add_argument("arguments", nargs=argparse.REMAINDER, help="as they were typed")
 
@@ -456,7 +457,6 @@ class Monitor:
     def run(self) -> int:
         from spile.cli.look import listing_lines, status_text
         from spile.dataset.records.ledger import Ledger
-        from spile.objects import open_objects
         from spile.status.listing import list_files
         from spile.status.status import read_status
 
@@ -491,8 +491,6 @@ class Monitor:
     def _write(
         self, files: "Listing | None", status: "Status | None", states: Sequence[str]
     ) -> None:
-        from spile.objects import open_objects
-
         shards = [asdict(file) for file in files or ()]
         total = {
             "dataset": self.out,

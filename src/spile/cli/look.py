@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from spile.cli.flags import Verbs, add_listening, listen_address
+from spile.cli.flags import Verbs, add_listening, listen_address, switch
 from spile.cli.style import skipped
 from spile.core.config import parse_count
 from spile.core.errors import ConfigError
 from spile.core.humanize import compared, lasting, plural, short, size
+from spile.objects import open_objects
 
 if TYPE_CHECKING:
     from spile.status.listing import Listing
@@ -32,9 +33,7 @@ _QUIT = (b"q", b"Q", b"\x1b")
 def add_status(verbs: Verbs) -> None:
     sub = verbs.add("status", status, "progress of a dataset, and of the workers that make it")
     sub.add_argument("out", metavar="OUT")
-    sub.add_argument(
-        "--follow", action="store_true", help="repeat until the dataset is complete; q quits"
-    )
+    switch(sub, "--follow", "repeat until the dataset is complete; q quits")
     sub.add_argument(
         "--interval", metavar="SECONDS", type=float, help="between two looks, with --follow [2]"
     )
@@ -46,9 +45,8 @@ def add_status(verbs: Verbs) -> None:
     )
 
 
-def status(arguments: argparse.Namespace) -> int:
+def status(arguments: argparse.Namespace) -> None:
     from spile.dataset.records.heartbeat import HeartbeatObserver
-    from spile.objects import open_objects
     from spile.status.status import read_status
 
     for name in ("interval", "stale_after"):
@@ -60,11 +58,10 @@ def status(arguments: argparse.Namespace) -> int:
     objects = open_objects(arguments.out)
     if not arguments.follow:
         print(_shown(arguments, read_status(objects)))
-        return 0
+        return
     observer = HeartbeatObserver(arguments.stale_after or 30.0)
     with contextlib.suppress(KeyboardInterrupt):  # ends the display; nothing else is interrupted
         _follow(arguments, lambda: read_status(objects, observer), arguments.interval or 2.0)
-    return 0
 
 
 def _shown(arguments: argparse.Namespace, status: "Status") -> str:
@@ -241,8 +238,7 @@ def add_ls(verbs: Verbs) -> None:
     )
 
 
-def ls(arguments: argparse.Namespace) -> int:
-    from spile.objects import open_objects
+def ls(arguments: argparse.Namespace) -> None:
     from spile.status.listing import json_pieces, list_files
 
     files = list_files(open_objects(arguments.out), arguments.unit, arguments.tap)
@@ -253,7 +249,6 @@ def ls(arguments: argparse.Namespace) -> int:
     else:
         for line in listing_lines(arguments.out, files):
             print(line)
-    return 0
 
 
 def listing_lines(out: str, files: "Listing") -> Iterator[str]:
@@ -287,10 +282,9 @@ def add_serve(verbs: Verbs) -> None:
     )
 
 
-def serve(arguments: argparse.Namespace) -> int:
+def serve(arguments: argparse.Namespace) -> None:
     from spile.dataset.read.dataset import Dataset
     from spile.dataset.read.opening import finished_taps, open_dataset
-    from spile.objects import open_objects
     from spile.serve.routes import Answers
     from spile.serve.server import Server
 
@@ -334,4 +328,3 @@ def serve(arguments: argparse.Namespace) -> int:
         server.shutdown()
         server.server_close()
         answers.close()
-    return 0

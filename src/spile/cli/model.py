@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spile.cli.flags import Verbs, taps_help
+from spile.cli.flags import Verbs, switch, taps_help
 from spile.core.config import STORE_DTYPES, Recipe, Runtime
 from spile.core.errors import ConfigError, InputError, SpileError
 from spile.core.humanize import plural, size
@@ -26,12 +26,10 @@ def add_taps(verbs: Verbs) -> None:
     sub.add_argument("--model", metavar="X", required=True, help="as for extract")
     sub.add_argument("--seq-len", metavar="N", help="for attn_pattern [2048, or the maximum]")
     sub.add_argument("--store-dtype", choices=STORE_DTYPES, default="bfloat16")
-    sub.add_argument(
-        "--all", action="store_true", help="list every layer instead of one line per site"
-    )
+    switch(sub, "--all", "list every layer instead of one line per site")
 
 
-def taps(arguments: argparse.Namespace) -> int:
+def taps(arguments: argparse.Namespace) -> None:
     from spile.models.files.checkpoint import read_arch
     from spile.models.taps import describe_taps
 
@@ -46,7 +44,6 @@ def taps(arguments: argparse.Namespace) -> int:
     else:
         # (A pipe has no width: 200.)
         print(taps_text(entries, shutil.get_terminal_size((200, 24)).columns))
-    return 0
 
 
 def taps_text(entries: Sequence[Mapping[str, Any]], width: int) -> str:
@@ -87,14 +84,14 @@ def add_compile(verbs: Verbs) -> None:
     sub.add_argument("--topology", metavar="X", help="e.g. v5e-64, v4-8, h200 [this machine]")
     sub.add_argument("--mesh", metavar="X", default="auto", help="as for extract [auto]")
     sub.add_argument("--fsdp", metavar="N", help="as for extract")
-    sub.add_argument("--search", action="store_true", help="compile for every suitable mesh")
+    switch(sub, "--search", "compile for every suitable mesh")
     sub.add_argument("--on", metavar="libtpu|cpu|here", help="which compiler [libtpu, else cpu]")
     for name in ("weights", "seq-len", "batch-tokens", "compute-dtype", "store-dtype", "encode",
                  "latents", "splice"):  # fmt: skip
         sub.add_argument(f"--{name}", metavar="X", help="as for extract")
 
 
-def compile(arguments: argparse.Namespace) -> int:
+def compile(arguments: argparse.Namespace) -> None:
     from spile.compile.step import Question, compile_step, search
     from spile.compile.targets import find_target
     from spile.models.files.checkpoint import read_arch
@@ -122,7 +119,6 @@ def compile(arguments: argparse.Namespace) -> int:
         print(json.dumps({"meshes": [each.to_json() for each in found]}))
     else:
         print(json.dumps(found[0].to_json()))
-    return 0
 
 
 def compile_text(found: Sequence["Compiled"]) -> str:
@@ -185,7 +181,7 @@ def add_convert(verbs: Verbs) -> None:
     )
 
 
-def convert(arguments: argparse.Namespace) -> int:
+def convert(arguments: argparse.Namespace) -> None:
     from spile.models.files.gguf import convert
 
     tokenizer = Path(arguments.tokenizer) if arguments.tokenizer else None
@@ -195,7 +191,6 @@ def convert(arguments: argparse.Namespace) -> int:
         where = error.filename or arguments.dest
         raise InputError(f"{where}: {error.strerror or error}") from error
     print(json.dumps({"model": arguments.dest}) if arguments.json else f"made {arguments.dest}")
-    return 0
 
 
 def add_check(verbs: Verbs) -> None:
@@ -271,7 +266,7 @@ def add_fetch(verbs: Verbs) -> None:
     )
 
 
-def fetch(arguments: argparse.Namespace) -> int:
+def fetch(arguments: argparse.Namespace) -> None:
     from spile.plan.fetch import fetch
     from spile.run.pipeline.display import counted
 
@@ -285,7 +280,6 @@ def fetch(arguments: argparse.Namespace) -> int:
             cache=arguments.cache,
         )
     print(json.dumps(dataclasses.asdict(made)) if arguments.json else fetch_text(made))
-    return 0
 
 
 def fetch_text(made: "Fetched") -> str:

@@ -94,7 +94,7 @@ def run(argv: Sequence[str]) -> int:
             handlers=[_handler(as_json=getattr(arguments, "log_json", False))],
         )
         logging.getLogger("jax").setLevel(logging.WARNING)
-        return arguments.verb(arguments)
+        return arguments.verb(arguments) or 0
     except SpileError as error:
         _say(error, argv)
         return error.exit_code

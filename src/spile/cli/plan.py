@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spile.cli.extract import add_recipe_flags, given
-from spile.cli.flags import Verbs, taps_help
+from spile.cli.flags import Verbs, switch, taps_help
 from spile.core.config import Recipe, Runtime, build
 from spile.core.errors import ConfigError
 from spile.core.humanize import lasting, size
 from spile.core.options import listed
 from spile.models.config.kernel_choice import KernelChoice, attention_kernels, told_kernels
+from spile.objects import check_creates_once, is_bucket, open_objects
 
 if TYPE_CHECKING:
     from spile.compile.step import Compiled
@@ -56,10 +57,8 @@ def add_plan(verbs: Verbs) -> None:
         metavar="SECONDS",
         help="seconds to run for, to measure the speed; the rows are then deleted; or off [5]",
     )
-    sub.add_argument(
-        "--exact",
-        action="store_true",
-        help="read the whole corpus to count every token and byte [read for 5 seconds]",
+    switch(
+        sub, "--exact", "read the whole corpus to count every token and byte [read for 5 seconds]"
     )
     sub.add_argument(
         "--topology",
@@ -74,11 +73,10 @@ def add_plan(verbs: Verbs) -> None:
     )
 
 
-def plan(arguments: argparse.Namespace) -> int:
+def plan(arguments: argparse.Namespace) -> None:
     from spile.corpus.tokenize import use_threads
     from spile.dataset.records.ledger import Ledger
     from spile.models.layout import devices_of
-    from spile.objects import check_creates_once, is_bucket, open_objects
     from spile.plan.chips import chip_of
     from spile.plan.estimate import (
         estimate,
@@ -146,7 +144,6 @@ def plan(arguments: argparse.Namespace) -> int:
             print(f"note: {warning}")
     if not runtime.ignore_space:
         refuse_if_too_large(cost, objects.url)
-    return 0
 
 
 def _seconds(given: str | None) -> float:

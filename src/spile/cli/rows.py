@@ -8,10 +8,11 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from spile.cli.flags import Verbs, add_listening, listen_address
+from spile.cli.flags import Verbs, add_listening, listen_address, switch
 from spile.core.config import Runtime, parse_count
 from spile.core.errors import ConfigError, Interrupted, SpileError, printable
 from spile.core.humanize import size
+from spile.objects import open_objects
 
 if TYPE_CHECKING:
     from spile.dataset.maintain.shuffle import Shuffled
@@ -35,13 +36,12 @@ def add_shuffle(verbs: Verbs) -> None:
         "the dataset; removed at the end [DEST/scratch]",
     )
     sub.add_argument("--shard-bytes", metavar="SIZE", default="1GiB", help="as for extract [1GiB]")
-    sub.add_argument("--compress", action="store_true", help="as for extract")
+    switch(sub, "--compress", "as for extract")
     sub.add_argument("--taps", metavar="T", help="taps to take, as for export [all]")
 
 
-def shuffle(arguments: argparse.Namespace) -> int:
+def shuffle(arguments: argparse.Namespace) -> None:
     from spile.dataset.maintain.shuffle import shuffle
-    from spile.objects import open_objects
 
     runtime = Runtime(shard_bytes=arguments.shard_bytes)
     made = shuffle(
@@ -55,7 +55,6 @@ def shuffle(arguments: argparse.Namespace) -> int:
         taps=arguments.taps,
     )
     print(json.dumps(dataclasses.asdict(made)) if arguments.json else shuffle_text(made))
-    return 0
 
 
 def shuffle_text(made: "Shuffled") -> str:
@@ -93,9 +92,7 @@ def add_serve_rows(verbs: Verbs) -> None:
         "--epochs", metavar="N", default="1", help="number of epochs, or none for endless [1]"
     )
     sub.add_argument("--where", metavar="X", help="rows to serve, as for extract")
-    sub.add_argument(
-        "--drop-last", action="store_true", help="leave out the last, short batch of an epoch"
-    )
+    switch(sub, "--drop-last", "leave out the last, short batch of an epoch")
     sub.add_argument(
         "--trainers",
         metavar="N",
