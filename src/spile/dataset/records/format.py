@@ -222,11 +222,6 @@ def generation_folder(number: int) -> str:
     return f"{GENERATIONS}{number:08d}/" if number else ""
 
 
-def parse_generation_key(key: str) -> int | None:
-    match = re.fullmatch(r"generations/(\d{8})\.json", key)
-    return int(match[1]) if match else None
-
-
 def pass_prefix(name: str) -> str:
     """Return the folder of a pass."""
     return f"{PASSES}{name}/"
