@@ -55,29 +55,6 @@ def tree(module: Path) -> ast.Module:
     return ast.parse((SOURCES / module).read_text())
 
 
-# Public aliases that still stand in two modules: to be emptied.
-TWICE: set[str] = {
-    "Answer",
-    "Block",
-    "Change",
-    "Channels",
-    "Columns",
-    "Heads",
-    "Hidden",
-    "Kept",
-    "Keys",
-    "OnProgress",
-    "Places",
-    "Read",
-    "Row",
-    "Runs",
-    "Scalars",
-    "State",
-    "Values",
-    "Window",
-}
-
-
 def defined(node: ast.stmt) -> list[str]:
     """The public classes and type aliases (`Name = ...`, in the case of a class) of a statement."""
     if isinstance(node, ast.ClassDef):
@@ -96,8 +73,7 @@ def test_no_two_public_classes_or_aliases_share_a_name() -> None:
             if name[0].isupper():
                 homes[name].append(str(module))
     twice = {name: where for name, where in homes.items() if len(where) > 1}
-    assert {name: where for name, where in twice.items() if name not in TWICE} == {}
-    assert twice.keys() >= TWICE, "these are defined once now"
+    assert twice == {}
 
 
 def mirrored(module: Path) -> bool:

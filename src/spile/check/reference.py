@@ -45,13 +45,15 @@ _DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 # Projections of a linear layer to a number or two for each head, or to the decay of channels.
 _NARROW = ("in_proj_ba", "in_proj_a", "in_proj_b", "a_proj", "b_proj", "forget_gate")
 
-Change = Callable[[np.ndarray], np.ndarray]
+_Change = Callable[[np.ndarray], np.ndarray]
 
 
 class Reference:
     """Taps of a HF model, by hooks: the ground truth."""
 
-    def __init__(self, model: torch.nn.Module, changes: Mapping[str, Change] | None = None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, changes: Mapping[str, _Change] | None = None
+    ) -> None:
         """Args:
         changes: for a tap, a function of its values [tokens, ...]; the model continues with what
             it returns.
@@ -428,7 +430,7 @@ def _taken(point: Point, value: Any) -> np.ndarray:
 
 
 @contextmanager
-def _changed(point: Point, change: Change) -> Iterator[None]:
+def _changed(point: Point, change: _Change) -> Iterator[None]:
     """Let the model continue with other values at a point."""
 
     def new(value: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from spile.core.system import system
 
 T = TypeVar("T")
 R = TypeVar("R")
+OnProgress = Callable[[int, int], None]  # called with the number of things done, and of all
 
 _POLL = 0.1  # seconds between checks of the stop flag while blocked
 

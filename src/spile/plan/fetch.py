@@ -9,7 +9,7 @@ converted to Parquet, as at the start of a run.
 import errno
 import hashlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from pathlib import Path
 from spile.core.errors import ConfigError, InputError, StoreError
 from spile.core.identity import sampled_digest
 from spile.core.retry import PATIENCE
+from spile.core.threads import OnProgress
 from spile.corpus.files import find_files
 from spile.corpus.formats.datasets_library import is_built
 from spile.models.files.checkpoint import open_checkpoint
@@ -32,7 +33,6 @@ _PIECE = 64 << 20
 _BESIDE = (".json", ".jinja", ".model", ".txt")  # a model's files beside its weights
 _NAMED = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json")
 
-OnProgress = Callable[[int, int], None]
 _Item = tuple[RemotePath, Path | None]  # a file, and where to put it; None: the Hub's cache
 
 

@@ -36,7 +36,7 @@ _log = logging.getLogger("spile.serve")
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """Consecutive rows of a unit."""
 
     unit: int
@@ -69,10 +69,10 @@ class Blocks:
         order = np.argsort(np.arange(len(self)) * _GOLDEN % 1, kind="stable")
         return Blocks(self._left[:, order])
 
-    def take(self) -> Block:
+    def take(self) -> RowBlock:
         """Remove and return the next block."""
         self._taken += 1
-        return Block(*self._columns[:, self._taken - 1].tolist())
+        return RowBlock(*self._columns[:, self._taken - 1].tolist())
 
     def __len__(self) -> int:
         return self._columns.shape[1] - self._taken
@@ -184,7 +184,7 @@ class Digest:
                 self.error = str(error)
                 _log.warning("%s", error)
 
-    def _blocks(self) -> Iterator[Block]:
+    def _blocks(self) -> Iterator[RowBlock]:
         while True:
             self._changed.clear()  # first: `close` sets `_stopped` before it wakes this thread
             if self._stopped.is_set():
@@ -198,7 +198,7 @@ class Digest:
             else:
                 self._changed.wait()
 
-    def _read(self, block: Block) -> None:
+    def _read(self, block: RowBlock) -> None:
         dataset = self._dataset
         rows = dataset.rows_of_unit(block.unit)
         assert rows  # (a unit that was done stays done)

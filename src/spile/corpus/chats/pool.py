@@ -14,7 +14,7 @@ from typing import Any
 from spile.core.errors import InputError
 from spile.core.index import ROLES
 from spile.core.limited_process import ProcessLimits
-from spile.corpus.chats.renderer import REFUSED, Answer, Renderer
+from spile.corpus.chats.renderer import REFUSED, Renderer, Rendering
 from spile.corpus.chats.template import ChatTemplate, plain_messages
 from spile.corpus.documents import CorpusDocument
 
@@ -168,7 +168,7 @@ def _packed(document: CorpusDocument) -> bytes | None:
         return None
 
 
-def _fill(document: CorpusDocument, answer: Answer) -> None:
+def _fill(document: CorpusDocument, answer: Rendering) -> None:
     if isinstance(answer, str):
         document.skip(answer)
     elif len(answer) == 1:

@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex, cast
 from spile.core.errors import InputError
 
 Owner = tuple[int, int]  # the message, and the part of it; part 0 is everything without a number
-Runs = tuple[tuple[int, int, Owner], ...]  # start, stop, owner: in order, none empty
+OwnerRuns = tuple[tuple[int, int, Owner], ...]  # start, stop, owner: in order, none empty
 
 # Methods a template may call on a text. Those of ASKED return a boolean or a number; those of
 # FOLLOWED are implemented below.
@@ -34,15 +34,15 @@ class OwnedText(str):
     """A text with the owners of its characters. Characters that no run covers have no owner."""
 
     __slots__ = ("_runs",)
-    _runs: Runs
+    _runs: OwnerRuns
 
-    def __new__(cls, text: str, runs: Runs = ()) -> "OwnedText":
+    def __new__(cls, text: str, runs: OwnerRuns = ()) -> "OwnedText":
         self = super().__new__(cls, text)
         self._runs = runs
         return self
 
     @property
-    def runs(self) -> Runs:
+    def runs(self) -> OwnerRuns:
         return self._runs
 
     def __str__(self) -> str:

@@ -28,7 +28,7 @@ from spile.corpus.chats.template import ChatTemplate, TemplateLimit
 REFUSED = "refused by the chat template"  # the reason a document is skipped
 
 # The outcome of a chat: (text, roles); the reason it is skipped; or (fault,), which ends the run.
-Answer = tuple[str, tuple[tuple[int, int, int], ...]] | str | tuple[str]
+Rendering = tuple[str, tuple[tuple[int, int, int], ...]] | str | tuple[str]
 
 
 class Renderer:
@@ -65,14 +65,14 @@ class Renderer:
         self._places = places
         self._process.send(marshal.dumps(chats))
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[Rendering]:
         """Return the outcomes of the chats.
 
         Raises:
             InputError: if the template exceeded a limit of the process.
             DataError: if the process was killed.
         """
-        found: list[Answer] = marshal.loads(self._received())
+        found: list[Rendering] = marshal.loads(self._received())
         os.read(self._done, len(found))
         return found
 
@@ -140,7 +140,7 @@ def serve(asked: IO[bytes], answers: IO[bytes], done: int) -> None:
     send(answers, marshal.dumps(_fault(template)))
     while (data := received(asked)) is not None:
         limited.allow_memory(len(data))
-        found: list[Answer] = []
+        found: list[Rendering] = []
         for chat in marshal.loads(data):
             limited.allow_time(len(chat))
             found.append(_answer(template, marshal.loads(chat), roles))
@@ -156,7 +156,7 @@ def _fault(template: ChatTemplate) -> str:
     return ""
 
 
-def _answer(template: ChatTemplate, messages: Any, flags: Mapping[str, int]) -> Answer:
+def _answer(template: ChatTemplate, messages: Any, flags: Mapping[str, int]) -> Rendering:
     try:
         rendered = template.render(messages)
         rendered.text.encode("utf-8")

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, cast
 
 from spile.core.errors import ConfigError, InputError, SpileError, printable
-from spile.corpus.chats.provenance import OwnedText, Owner, Runs, owned, owned_whole
+from spile.corpus.chats.provenance import OwnedText, Owner, OwnerRuns, owned, owned_whole
 from spile.objects.paths import AnyPath, path_of, read_json, size_of
 
 _ROLES = {
@@ -148,7 +148,7 @@ class ChatTemplate:
             raise InputError(f"{self.where}: it does not show the system message of --system")
         return Rendered(text, ranges)
 
-    def _ranges(self, runs: Runs, roles: Sequence[str]) -> tuple[tuple[int, int, str], ...]:
+    def _ranges(self, runs: OwnerRuns, roles: Sequence[str]) -> tuple[tuple[int, int, str], ...]:
         ranges: list[tuple[int, int, str]] = []
         last: int | None = None  # the message of the last range
         named: set[Owner] = set()  # calls whose name was written: the second time it is a quotation

@@ -39,7 +39,7 @@ from spile.corpus.formats.columns import (
     with_names,
 )
 from spile.corpus.formats.contract import UnitBuilder
-from spile.corpus.formats.tables import TEXT, Row, TableFormat
+from spile.corpus.formats.tables import TEXT, TableFormat, TableRow
 from spile.objects.paths import AnyPath
 
 _MAGIC = b"ARROW1"
@@ -224,7 +224,7 @@ class ArrowFormat(TableFormat):
             yield span, batch.size
             row += batch.rows
 
-    def rows(self, span: Span) -> Iterator[Row]:
+    def rows(self, span: Span) -> Iterator[TableRow]:
         path, context = self.file.path, self.context
         with _refusing(path):
             found = schema(path)

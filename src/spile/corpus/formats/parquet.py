@@ -29,7 +29,7 @@ from spile.corpus.formats.columns import (
 )
 from spile.corpus.formats.contract import UnitBuilder
 from spile.corpus.formats.parquet_footer import checked_metadata
-from spile.corpus.formats.tables import TEXT, Row, TableFormat
+from spile.corpus.formats.tables import TEXT, TableFormat, TableRow
 from spile.objects.paths import AnyPath
 
 # Rows decoded at a time. So few that they fit in this much memory even if every value were as large
@@ -194,7 +194,7 @@ class ParquetFormat(TableFormat):
                 for batch in _batches(file, [(group, low, high)], [name]):
                     yield from text_values(leaf(batch, name), most)
 
-    def rows(self, span: Span) -> Iterator[Row]:
+    def rows(self, span: Span) -> Iterator[TableRow]:
         """Yield rows; those that the statistics of their row group exclude are not read."""
         path, options, context = self.file.path, self.options, self.context
         with _opened(path) as file:

@@ -15,7 +15,7 @@ from spile.corpus.select import FILTERED
 TEXT = ""  # the key of the text in a row of several columns
 _SAMPLE_ROWS = 256
 
-Row = tuple[Mapping[str, Any] | None, Mapping[str, Any]]
+TableRow = tuple[Mapping[str, Any] | None, Mapping[str, Any]]
 
 
 class TableFormat(CorpusFormat):
@@ -36,7 +36,7 @@ class TableFormat(CorpusFormat):
         """
 
     @abstractmethod
-    def rows(self, span: Span) -> Iterator[Row]:
+    def rows(self, span: Span) -> Iterator[TableRow]:
         """Yield rows as Python values, each with its kept columns.
 
         A plain text's bytes are under the key `TEXT`. Token ids are arrays. None stands for a row

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from spile.core.errors import ConfigError
+from spile.core.threads import OnProgress
 from spile.dataset.codec.shard import read_tensors, statistics_tensors
 from spile.dataset.maintain.copy import (
     FileCopier,
@@ -25,7 +26,6 @@ from spile.dataset.maintain.copy import (
     refuse_nested,
 )
 from spile.dataset.maintain.finished import FinishedRecords, open_finished, summarize
-from spile.dataset.maintain.verify import OnProgress
 from spile.dataset.read.checked_file import CheckedFile
 from spile.dataset.records import format as fmt
 from spile.dataset.records.format import Done, Shard

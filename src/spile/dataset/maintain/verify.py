@@ -8,7 +8,7 @@ derivation. Files that no record names are listed as orphans (`gc.py` removes th
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 
 from spile.core.cache_dir import cache_directory
 from spile.core.errors import CorruptError, SpileError, StoreError
-from spile.core.threads import mapped
+from spile.core.threads import OnProgress, mapped
 from spile.dataset.codec.quantization import scales_from_json
 from spile.dataset.codec.statistics import TapStats
 from spile.dataset.maintain.audit import Audit, audit_listed, audit_unit
@@ -45,7 +45,6 @@ _RECORDS = {
     fmt.CHECK: "check",
     fmt.PREDICTION: "prediction",
 }
-OnProgress = Callable[[int, int], None]  # takes the number done, and of all
 
 
 class Journal:

@@ -15,7 +15,7 @@ from spile.interop.export.export_source import ExportSource
 
 _CHUNK_BYTES = 8 << 20
 
-Read = Callable[[int, int], np.ndarray]
+_Read = Callable[[int, int], np.ndarray]
 
 
 def _write(source: ExportSource, to: Path) -> int:
@@ -41,7 +41,7 @@ def _write(source: ExportSource, to: Path) -> int:
 
 
 def _write_array(
-    at: Path, dtype: np.dtype[Any], shape: tuple[int, ...], read: Read, attributes: dict[str, Any]
+    at: Path, dtype: np.dtype[Any], shape: tuple[int, ...], read: _Read, attributes: dict[str, Any]
 ) -> None:
     """Write a Zarr array in chunks of whole rows, uncompressed."""
     each = math.prod(shape[1:]) * dtype.itemsize

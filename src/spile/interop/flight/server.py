@@ -31,7 +31,7 @@ _POLL = 0.2  # seconds between checks whether trainers are still connected
 _PARTING = 5.0  # seconds after which a lost connection is noticed
 _GRACE = 2.0  # seconds for calls to end
 
-State = Mapping[str, Any]
+_State = Mapping[str, Any]
 
 
 class RowServer:
@@ -149,8 +149,8 @@ class HeldBatch:
     """A batch that has been read, and the states before and after it."""
 
     batch: Any
-    before: State
-    after: State
+    before: _State
+    after: _State
 
 
 @dataclass
@@ -186,15 +186,15 @@ class Fanout:
         self._takers: dict[int, _Taker] = {}
         self._came = 0
         self._begun = self._ended = False
-        self._start: State = batches.state_dict()
-        self._after: State = self._start  # after the last batch that was read
+        self._start: _State = batches.state_dict()
+        self._after: _State = self._start  # after the last batch that was read
         self._given = False  # whether a batch was read since the last change of position
-        self._wanted: State | None = None  # the position to continue from, if it has changed
+        self._wanted: _State | None = None  # the position to continue from, if it has changed
         self._error: BaseException | None = None
 
     # -- takers --------------------------------------------------------------------------------
 
-    def join(self, state: State | None) -> int:
+    def join(self, state: _State | None) -> int:
         """Register a new taker; return its number.
 
         Args:
@@ -217,20 +217,20 @@ class Fanout:
             self._changed.notify_all()
             return self._came
 
-    def _check(self, state: State) -> None:
+    def _check(self, state: _State) -> None:
         whose = self._start.keys() - {"epoch", "position"}
         known = is_count(state.get("epoch")) and is_count(state.get("position"))
         if not known or any(state.get(name) != self._start[name] for name in whose):
             raise ConfigError("this state does not belong to the served iteration")
 
-    def _found(self, state: State) -> int | None:
+    def _found(self, state: _State) -> int | None:
         """Return the number of the batch after a state, if it is held or read next."""
         for number, item in enumerate(self._held, self._first):
             if item.before == state:
                 return number
         return self._first + len(self._held) if self._after == state else None
 
-    def _place(self, state: State) -> int:
+    def _place(self, state: _State) -> int:
         """Return the number of the batch after a state; move the reader there if nobody reads."""
         found = self._found(state)
         if found is not None:

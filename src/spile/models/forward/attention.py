@@ -15,9 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from spile.models.forward.ops import softcap
+from spile.models.forward.ops import Places, softcap
 from spile.models.forward.sharding import P, Shards
 from spile.models.layout import ROWS
 
@@ -25,7 +25,6 @@ Queries = Float[Array, "rows seq heads dim"]
 Keys = Float[Array, "rows seq kv_heads dim"]
 Values = Float[Array, "rows seq kv_heads value_dim"]
 Mixed = Float[Array, "rows seq heads value_dim"]
-Places = Int[Array, "rows seq"]
 Weights = Float[Array, "rows heads queries keys"]
 
 

@@ -50,6 +50,9 @@ from spile.models.forward.mixers.short_convolution import short_convolution
 from spile.models.forward.mixers.state_space import state_space
 from spile.models.forward.ops import (
     Float8Weight,
+    Heads,
+    Hidden,
+    Places,
     activate,
     linear,
     norm,
@@ -65,16 +68,12 @@ from spile.models.forward.weights import Block, LayerSchedule, Params, WeightArr
 from spile.models.sites import AFTER_BLOCKS, SITES
 from spile.models.taps import Tap, computed_as
 
-Hidden = Float[Array, "rows seq width"]
-Heads = Float[Array, "rows seq heads dim"]
-Places = Int[Array, "rows seq"]
-Columns = Int[Array, "rows kept"]
-Values = dict[str, Array]  # by site
-Kept = tuple[str, str]  # a site and `Layer.shapes`: such blocks have values of one shape
-Buffers = dict[Kept, Array]
+KeptColumns = Int[Array, "rows kept"]
+SiteValues = dict[str, Array]  # by site
+BufferKey = tuple[str, str]  # a site and `Layer.shapes`: such blocks have values of one shape
+Buffers = dict[BufferKey, Array]
 # Rotated keys, and values, which later blocks may read, too.
 Lent = tuple[Heads, Float[Array, "rows seq heads value_dim"]]
-Window = int | None  # blocks borrow from those with the same one
 
 _HEAD_VALUES = 1 << 28  # logits held at once, in float32: 1 GiB
 
@@ -87,11 +86,11 @@ class _Run:
     tokens: Places
     positions: Places
     segments: Places
-    columns: Columns | None
+    columns: KeptColumns | None
     angles: tuple[tuple[Array, Array], ...]  # cos and sin, for each rotary setting
     attends: dict[int | None, Attend]  # by the chunks of layers; none: there is no block
     wanted: dict[str, list[int]]  # site -> layers to keep, ascending
-    heads: dict[Kept, list[int]]  # heads to keep in all layers of a kind; if absent, all
+    heads: dict[BufferKey, list[int]]  # heads to keep in all layers of a kind; if absent, all
     shards: Shards | None  # None: one device has everything
     changes: Changes
     scores_all: bool  # attention weights are tapped, so they are computed for every pair
@@ -109,11 +108,11 @@ class _Run:
             return block
         return {n: jax.tree.map(partial(self.shards.used, n), a) for n, a in block.items()}
 
-    def of_heads(self, kept: Kept, values: Array) -> Array:
+    def of_heads(self, kept: BufferKey, values: Array) -> Array:
         """[rows, kept, heads, ...] -> the heads that any tap of the site wants."""
         return values[:, :, np.array(self.heads[kept])] if kept in self.heads else values
 
-    def shape(self, kept: Kept, layer: int) -> tuple[int, ...]:
+    def shape(self, kept: BufferKey, layer: int) -> tuple[int, ...]:
         """Return the shape in which the values of a site in one block are stored."""
         rows = self.tokens.size if self.columns is None else self.columns.size
         tap = Tap(kept[0], layer, tuple(self.heads.get(kept, ())))
@@ -134,7 +133,7 @@ class _Run:
         return jax.vmap(lambda row, columns: row[columns])(values, self.columns)
 
 
-Inputs = tuple[Places, Places, Places, Columns | None]  # tokens, positions, segments, columns
+Inputs = tuple[Places, Places, Places, KeptColumns | None]  # tokens, positions, segments, columns
 # What a block reads besides the stream: its own embeddings of the tokens, and borrowed keys and
 # values; None where it has or borrows none.
 Beside = tuple[Array | None, Lent | None]
@@ -187,7 +186,7 @@ class Decoder:
         stream: Hidden | None,
         beside: Beside,
         inputs: Inputs,
-    ) -> tuple[Hidden | None, Any, Values]:
+    ) -> tuple[Hidden | None, Any, SiteValues]:
         """Run one stage of the model, for a host that runs one after another.
 
         Taps and splices are those of the stage, each as `of_any_block` returns it.
@@ -218,9 +217,9 @@ class Decoder:
         lends = lends if self.arch.lends and not kind.borrows else None
         return x, lends, self._as_stored(values, run)
 
-    def _as_stored(self, values: Values, run: _Run) -> Values:
+    def _as_stored(self, values: SiteValues, run: _Run) -> SiteValues:
         """Return the values of each tap [rows x kept, ...], for the heads that it names."""
-        out: Values = {}
+        out: SiteValues = {}
         for tap in self.taps:
             kept = run.kept(values[tap.site])
             if tap.heads:
@@ -279,7 +278,7 @@ def _stage_of(tap: Tap, depth: int) -> int:
 
 def _embed(
     outer: WeightArrays, run: _Run, embedded: Hidden | None = None
-) -> tuple[Hidden, Float[Array, "rows seq layers inner"] | None, Values]:
+) -> tuple[Hidden, Float[Array, "rows seq layers inner"] | None, SiteValues]:
     """The stream that enters the first block, the embeddings of all blocks' own, if they have some,
     and the values that can be tapped before the blocks.
 
@@ -337,22 +336,22 @@ def _layers_by_site(taps: tuple[Tap, ...]) -> dict[str, list[int]]:
     return {site: sorted(layers) for site, layers in wanted.items()}
 
 
-def _kept_as(tap: Tap, arch: Arch) -> Kept:
+def _kept_as(tap: Tap, arch: Arch) -> BufferKey:
     return tap.site, arch.layers[tap.layer or 0].shapes
 
 
-def _layers_kept(run: _Run) -> dict[Kept, list[int]]:
+def _layers_kept(run: _Run) -> dict[BufferKey, list[int]]:
     """The layers to keep for each site that has some, by their shapes, ascending."""
-    found: dict[Kept, list[int]] = {}
+    found: dict[BufferKey, list[int]] = {}
     for site, layers in run.wanted.items():
         for layer in layers:
             found.setdefault((site, run.arch.layers[layer].shapes), []).append(layer)
     return found
 
 
-def _heads_kept(taps: tuple[Tap, ...], arch: Arch) -> dict[Kept, list[int]]:
+def _heads_kept(taps: tuple[Tap, ...], arch: Arch) -> dict[BufferKey, list[int]]:
     """The heads to keep for each site, except where a tap wants all."""
-    heads: dict[Kept, set[int]] = {}
+    heads: dict[BufferKey, set[int]] = {}
     for tap in taps:
         heads.setdefault(_kept_as(tap, arch), set()).update(tap.heads)
     whole = {_kept_as(tap, arch) for tap in taps if not tap.heads}
@@ -369,11 +368,11 @@ def _run_blocks(
 ) -> tuple[Hidden, Buffers]:
     sites = _layers_kept(run)
     # Only blocks before the scan lend: see `Arch.lead`.
-    lent: dict[Window, Lent | None] = {}
+    lent: dict[int | None, Lent | None] = {}
     # slots[kept][layer]: where that block's value goes (see the module docstring)
     slots = {s: np.searchsorted(layers, np.arange(schedule.scanned)) for s, layers in sites.items()}
 
-    def tapped(values: Values, layer: Layer) -> Buffers:
+    def tapped(values: SiteValues, layer: Layer) -> Buffers:
         """Of the sites that this block has."""
         own = [kept for kept in sites if kept[1] == layer.shapes and kept[0] in values]
         chosen = {kept: run.of_heads(kept, run.kept(values[kept[0]])) for kept in own}
@@ -446,7 +445,7 @@ def _block(
     at: At,
     own: Array | None = None,
     lent: Lent | None = None,
-) -> tuple[Hidden, Lent | None, Values]:
+) -> tuple[Hidden, Lent | None, SiteValues]:
     """Run one block.
 
     Args:
@@ -472,7 +471,7 @@ def _block(
     # reads the stream, which then runs at half of the memory's rate.
     normed_after = "mlp_post_norm" in arch.norms_of(layer)
     materialized = jax.lax.optimization_barrier if normed_after else lambda stream: stream
-    values: Values = {}
+    values: SiteValues = {}
     lends: Lent | None = None
     post = reads = x
     if mixers := _MIXERS[layer.mixer]:
@@ -528,7 +527,7 @@ def _normed(
 
 def _attend(
     x: Hidden, block: Block, layer: Layer, run: _Run, at: At, lent: Lent | None
-) -> tuple[Hidden, Lent, Values]:
+) -> tuple[Hidden, Lent, SiteValues]:
     arch = run.arch
     x = scaled(x, arch.attn_in_scale)
     values = (latent_heads if arch.latent else _heads)(x, block, arch, at)
@@ -592,7 +591,7 @@ def _met(x: Heads, name: str, block: Block, layer: Layer, run: _Run, scale: floa
 
 def _gated_delta(
     x: Hidden, block: Block, layer: Layer, run: _Run, at: At, lent: Lent | None
-) -> tuple[Hidden, None, Values]:
+) -> tuple[Hidden, None, SiteValues]:
     norms = "delta_state_norm" in run.wanted
     out, values = gated_delta(
         x, block, run.segments, run.arch, at, shards=run.shards, state_norms=norms
@@ -602,14 +601,14 @@ def _gated_delta(
 
 def _state_space(
     x: Hidden, block: Block, layer: Layer, run: _Run, at: At, lent: Lent | None
-) -> tuple[Hidden, None, Values]:
+) -> tuple[Hidden, None, SiteValues]:
     out, values = state_space(x, block, run.segments, run.arch, at, shards=run.shards)
     return out, None, values
 
 
 def _convolve(
     x: Hidden, block: Block, layer: Layer, run: _Run, at: At, lent: Lent | None
-) -> tuple[Hidden, None, Values]:
+) -> tuple[Hidden, None, SiteValues]:
     out, values = short_convolution(x, block, run.segments, at)
     return out, None, values
 
@@ -617,7 +616,7 @@ def _convolve(
 # What tokens read from each other: the mixers of a block, by the sites before and after each. All
 # of a block's read the same, and their outputs are added. Attention reads the keys and values of an
 # earlier block, if it borrows, and returns those that later ones can borrow.
-_MIXERS: dict[str, dict[str, Callable[..., tuple[Hidden, Lent | None, Values]]]] = {
+_MIXERS: dict[str, dict[str, Callable[..., tuple[Hidden, Lent | None, SiteValues]]]] = {
     ATTENTION: {"attn": _attend},
     GATED_DELTA: {"attn": _gated_delta},
     SHORT_CONVOLUTION: {"attn": _convolve},
@@ -634,7 +633,7 @@ def _grown(q: Heads, positions: Places, share: float, step: int) -> Heads:
     return (q.astype(jnp.float32) * growth[:, :, None, None]).astype(q.dtype)
 
 
-def _heads(x: Hidden, block: Block, arch: Arch, at: At) -> Values:
+def _heads(x: Hidden, block: Block, arch: Arch, at: At) -> SiteValues:
     """Queries, keys and values, as projected from the stream; of a block that borrows, queries."""
 
     def heads(name: str) -> Heads:
@@ -670,7 +669,7 @@ def _from_context_start(
     return jnp.where(visible, moved, 0.0).swapaxes(1, 2)
 
 
-def _mlp(x: Hidden, stream: Hidden, block: Block, run: _Run, at: At) -> tuple[Hidden, Values]:
+def _mlp(x: Hidden, stream: Hidden, block: Block, run: _Run, at: At) -> tuple[Hidden, SiteValues]:
     """The MLP, or experts in its place. `stream`: what `x` is the norm of."""
     arch, experts = run.arch, run.arch.experts
     if "w_router" not in block:
@@ -724,7 +723,7 @@ def _dense_mlp(
     return scaled(out, of_output), hidden
 
 
-def _after_blocks(outer: WeightArrays, x: Hidden, run: _Run) -> Values:
+def _after_blocks(outer: WeightArrays, x: Hidden, run: _Run) -> SiteValues:
     """Apply the final norm, and the head to the kept rows only, in slices: logits are large."""
     arch, wanted = run.arch, run.wanted
     normed = _normed(run.kept(x), "final_norm", block=outer, arch=arch)
@@ -736,7 +735,7 @@ def _after_blocks(outer: WeightArrays, x: Hidden, run: _Run) -> Values:
     has_next = (jnp.roll(run.segments, -1, axis=1) == run.segments).at[:, -1].set(False)
     following, has_next = run.kept(following), run.kept(has_next)
 
-    def predict(part: tuple[Hidden, Places, Array]) -> Values:
+    def predict(part: tuple[Hidden, Places, Array]) -> SiteValues:
         hidden, targets, known = part
         logits = linear(hidden.astype(head.dtype), head, outer.get("head_bias"))
         logits = scaled(logits, arch.logit_scale)

@@ -13,6 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+# Shapes that blocks and mixers share.
+Places = Int[Array, "rows seq"]
+Hidden = Float[Array, "rows seq width"]
+Channels = Float[Array, "rows seq channels"]
+Scalars = Float[Array, "rows seq heads"]
+Heads = Float[Array, "rows seq heads dim"]
+
 
 def _gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Return the exact GELU. For 16-bit inputs, compute in float32 and round once, as torch does.

@@ -24,8 +24,7 @@ from spile.models.forward.mixers.recurrence import (
     out_of_chunks,
     summed,
 )
-
-Heads = Float[Array, "rows seq heads dim"]
+from spile.models.forward.ops import Heads
 
 
 class Sums(NamedTuple):

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from spile.models.config.arch import Arch, GatedDelta
 from spile.models.forward.mixers import decay_by_channel
@@ -33,7 +33,7 @@ from spile.models.forward.mixers.recurrence import (
     out_of_chunks,
     shifted,
 )
-from spile.models.forward.ops import linear, norm
+from spile.models.forward.ops import Channels, Heads, Hidden, Places, Scalars, linear, norm
 from spile.models.forward.sharding import P, Shards
 from spile.models.forward.splice import At
 from spile.models.forward.weights import Block
@@ -44,19 +44,14 @@ _GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 _NORM_EPS = 1e-6  # of queries and keys
 _EXACT = jax.lax.Precision.HIGHEST
 
-Hidden = Float[Array, "rows seq width"]
-Places = Int[Array, "rows seq"]
-Channels = Float[Array, "rows seq channels"]
-Keys = Float[Array, "rows seq keys dim"]
-Values = Float[Array, "rows seq heads dim"]
-Scalars = Float[Array, "rows seq heads"]
-Kept = Float[Array, "rows seq heads *channels"]
+_Keys = Float[Array, "rows seq keys dim"]
+_Kept = Float[Array, "rows seq heads *channels"]
 
 
 class Read(NamedTuple):
     """What queries read, and, if requested, the norms of the states that they read."""
 
-    values: Values
+    values: Heads
     state_norms: Scalars | None
 
 
@@ -97,7 +92,7 @@ def gated_delta(
     return out, inside
 
 
-def _split(convolved: Channels, delta: GatedDelta) -> tuple[Keys, Keys, Values]:
+def _split(convolved: Channels, delta: GatedDelta) -> tuple[_Keys, _Keys, Heads]:
     """Return queries, keys and values by head, in float32; queries and keys are normalised."""
     width = delta.key_heads * delta.key_dim
     q, k, v = jnp.split(convolved.astype(jnp.float32), (width, 2 * width), axis=-1)
@@ -113,7 +108,7 @@ def _projected(x: Hidden, block: Block, name: str) -> Channels:
     return linear(linear(x, block[narrow]) if narrow in block else x, block[f"wd{name}"])
 
 
-def _strengths(x: Hidden, block: Block, delta: GatedDelta) -> tuple[Scalars, Kept]:
+def _strengths(x: Hidden, block: Block, delta: GatedDelta) -> tuple[Scalars, _Kept]:
     """Return how much each token writes, and the state's log-decay, in float32."""
     written = jax.nn.sigmoid(linear(x, block["wdb"]))
     written = written * jnp.asarray(delta.most_written, written.dtype)
@@ -143,7 +138,9 @@ def _by_heads(shards: Shards | None, rule: Callable[..., Read]) -> Callable[...,
     return shards.each(rule, (heads,) * 5 + (P(ROWS),), heads)
 
 
-def recurrent(q: Keys, k: Keys, v: Values, written: Scalars, kept: Kept, segments: Places) -> Read:
+def recurrent(
+    q: _Keys, k: _Keys, v: Heads, written: Scalars, kept: _Kept, segments: Places
+) -> Read:
     """Compute the rule by definition, token by token.
 
     Args:
@@ -171,9 +168,9 @@ def recurrent(q: Keys, k: Keys, v: Values, written: Scalars, kept: Kept, segment
 
 
 def chunked(
-    q: Keys,
-    k: Keys,
-    v: Values,
+    q: _Keys,
+    k: _Keys,
+    v: Heads,
     written: Scalars,
     kept: Scalars,
     segments: Places,

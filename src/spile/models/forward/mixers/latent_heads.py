@@ -13,12 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from spile.models.config.arch import Arch
-from spile.models.forward.ops import linear, norm, rotate
+from spile.models.forward.ops import Heads, Hidden, linear, norm, rotate
 from spile.models.forward.splice import At
 from spile.models.forward.weights import Block
 
-Hidden = Float[Array, "rows seq width"]
-Heads = Float[Array, "rows seq heads dim"]
 Angles = Float[Array, "rows seq 1 half"]
 
 

@@ -12,13 +12,11 @@ import jax.numpy as jnp
 from jax.lax import Precision
 from jaxtyping import Array, Bool, Float, Int
 
-from spile.models.forward.ops import activate
+from spile.models.forward.ops import Channels, Places, activate
 
 _STEP = 2.0**-6  # sums of multiples of this are exact in float32, up to 2^18
 
-Places = Int[Array, "rows seq"]
 InChunks = Int[Array, "rows chunks size"]
-Channels = Float[Array, "rows seq channels"]
 
 
 def convolution(

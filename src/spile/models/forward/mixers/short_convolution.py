@@ -6,14 +6,12 @@ One projection gates the input of the convolution, channel by channel; another g
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
 # pyright: standard
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from spile.models.forward.mixers.recurrence import convolution
-from spile.models.forward.ops import linear
+from spile.models.forward.ops import Hidden, linear
 from spile.models.forward.splice import At
 from spile.models.forward.weights import Block
-
-Hidden = Float[Array, "rows seq width"]
 
 
 def short_convolution(

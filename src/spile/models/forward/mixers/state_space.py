@@ -3,7 +3,7 @@
 At every token, a head's state decays, the token's value is added to it under the token's key, and
 the token's query reads from the result. The token's step size scales both decay and value. Heads of
 a group share keys and queries. (The literature calls the values x, the keys B, the queries C, the
-step sizes dt.) Values, keys and queries come from a short convolution. State and convolution
+step sizes dt.) Heads, keys and queries come from a short convolution. State and convolution
 restart with every document.
 
 `recurrent` is that definition, token by token. `chunked` is what runs: it computes the same values
@@ -19,7 +19,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from spile.models.config.arch import Arch, StateSpace
 from spile.models.forward.mixers.recurrence import (
@@ -29,7 +29,7 @@ from spile.models.forward.mixers.recurrence import (
     out_of_chunks,
     shifted,
 )
-from spile.models.forward.ops import linear, norm, scaled
+from spile.models.forward.ops import Heads, Hidden, Places, Scalars, linear, norm, scaled
 from spile.models.forward.sharding import P, Shards
 from spile.models.forward.splice import At
 from spile.models.forward.weights import Block
@@ -38,11 +38,7 @@ from spile.models.layout import ROWS
 CHUNK = 64  # tokens
 _EXACT = jax.lax.Precision.HIGHEST
 
-Hidden = Float[Array, "rows seq width"]
-Places = Int[Array, "rows seq"]
-Keys = Float[Array, "rows seq groups state"]
-Values = Float[Array, "rows seq heads dim"]
-Scalars = Float[Array, "rows seq heads"]
+_Keys = Float[Array, "rows seq groups state"]
 
 
 def state_space(
@@ -85,7 +81,7 @@ def _per_head(values: Float[Array, " heads"]) -> Float[Array, "1 1 heads"]:
 
 def _split(
     convolved: Float[Array, "rows seq channels"], space: StateSpace
-) -> tuple[Values, Keys, Keys]:
+) -> tuple[Heads, _Keys, _Keys]:
     """Return values by head, and keys and queries by group, in float32."""
     ends = (space.inner, space.inner + space.groups * space.state)
     x, b, c = jnp.split(convolved.astype(jnp.float32), ends, axis=-1)
@@ -94,7 +90,7 @@ def _split(
     return x.reshape(*lead, space.heads, space.head_dim), b, c
 
 
-def _gated(read: Values, gate: Values, block: Block, space: StateSpace, dtype: jnp.dtype) -> Values:
+def _gated(read: Heads, gate: Heads, block: Block, space: StateSpace, dtype: jnp.dtype) -> Heads:
     """Multiply the values read by their gate and normalise them, in either order."""
     if space.norm is None:
         return (read * gate).astype(dtype)
@@ -105,7 +101,7 @@ def _gated(read: Values, gate: Values, block: Block, space: StateSpace, dtype: j
     return (normed if space.norm == "gated" else normed * gate).astype(dtype)
 
 
-def _by_heads(shards: Shards | None) -> Callable[..., Values]:
+def _by_heads(shards: Shards | None) -> Callable[..., Heads]:
     """Return the rule; on a mesh, each device applies it to its rows and its heads."""
     if shards is None:
         return chunked
@@ -113,7 +109,7 @@ def _by_heads(shards: Shards | None) -> Callable[..., Values]:
     return shards.each(chunked, (groups, groups, heads, heads, P(ROWS)), heads)
 
 
-def recurrent(q: Keys, k: Keys, v: Values, kept: Scalars, segments: Places) -> Values:
+def recurrent(q: _Keys, k: _Keys, v: Heads, kept: Scalars, segments: Places) -> Heads:
     """Compute the rule by definition, token by token.
 
     Args:
@@ -137,7 +133,7 @@ def recurrent(q: Keys, k: Keys, v: Values, kept: Scalars, segments: Places) -> V
     return jnp.moveaxis(read, 0, 1)
 
 
-def chunked(q: Keys, k: Keys, v: Values, kept: Scalars, segments: Places) -> Values:
+def chunked(q: _Keys, k: _Keys, v: Heads, kept: Scalars, segments: Places) -> Heads:
     """Compute the same by chunks of tokens; arguments as in `recurrent`.
 
     In the einsums: r rows, n chunks, g groups, h heads of each, t and j tokens of a chunk, k and v
