@@ -42,7 +42,7 @@ def measure(shape: tuple[Any, ...], options: argparse.Namespace) -> str:
 
     _, heads, kv_heads, dim, seq, window, cap, sunk = shape
     rows = max(1, options.tokens // seq)
-    batch, scoring = natural_batch(rows, seq), Scoring(dim**-0.5, window, cap)
+    batch = natural_batch(rows, seq)
     segments, positions = jnp.asarray(batch.segments), jnp.asarray(batch.positions)
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v = (
@@ -50,14 +50,15 @@ def measure(shape: tuple[Any, ...], options: argparse.Namespace) -> str:
         for key, count in zip(keys, (heads, kv_heads, kv_heads), strict=False)
     )
     sinks = jax.random.normal(keys[3], (heads,), jnp.bfloat16) if sunk else None
+    scoring = Scoring(dim**-0.5, window, cap, sinks)
     real = batch.segments[0] > 0
     exact = None
     if seq <= _MOST_SCORED:
         wide = [x[:1].astype(jnp.float32) for x in (q, k, v)]
         with jax.default_matmul_precision("highest"):
-            found = jax.jit(
-                lambda *wide: masked(segments[:1], positions[:1])(*wide, scoring, sinks)
-            )(*wide)
+            found = jax.jit(lambda *wide: masked(segments[:1], positions[:1])(*wide, scoring))(
+                *wide
+            )
         exact = np.asarray(found[0])[real]
     ways: dict[str, Any] = {
         "mosaic": partial(kernels.flash, kernel="mosaic"),
@@ -69,7 +70,7 @@ def measure(shape: tuple[Any, ...], options: argparse.Namespace) -> str:
     for name, way in ways.items():
         if name in options.missing or (name == "cudnn" and (cap or sunk)):
             continue
-        run = jax.jit(lambda q, k, v, way=way: way(segments, positions)(q, k, v, scoring, sinks))
+        run = jax.jit(lambda q, k, v, way=way: way(segments, positions)(q, k, v, scoring))
         distance = ""
         if exact is not None:
             own = np.asarray(run(q, k, v)[0], np.float32)[real]

@@ -185,10 +185,10 @@ def _activate(up: Any, gate: Any, name: str, limit: float | None) -> Any:
 
 
 def _attention(segments: Any, positions: Any) -> Any:
-    def attend(q: Any, k: Any, v: Any, scoring: Any, sinks: Any = None) -> Any:
+    def attend(q: Any, k: Any, v: Any, scoring: Any) -> Any:
         wide = [a.astype(jnp.float64) for a in (q, k, v)]
         score = attention.masked(segments, positions)
-        return score(wide[0], wide[1], wide[2], scoring, sinks).astype(q.dtype)
+        return score(wide[0], wide[1], wide[2], scoring).astype(q.dtype)
 
     return attend
 

@@ -1,6 +1,7 @@
 """Attention in packed rows: each document as if it were alone, in every implementation."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,8 +34,12 @@ IMPLEMENTATIONS: dict[str, Attention] = {
 
 
 def compiled(attention: Attention) -> Any:
-    def attend(q: Any, k: Any, v: Any, segments: Any, positions: Any, *how: Any) -> Any:
-        return attention(segments, positions)(q, k, v, *how)
+    def attend(
+        q: Any, k: Any, v: Any, segments: Any, positions: Any,
+        scoring: Scoring, sinks: Any = None, slopes: Any = None,
+    ) -> Any:  # fmt: skip
+        how = replace(scoring, sinks=sinks, slopes=slopes)
+        return attention(segments, positions)(q, k, v, how)
 
     return jax.jit(attend, static_argnums=5, compiler_options=quick.OPTIONS)
 
@@ -277,7 +282,8 @@ def test_weights_add_up_to_one_or_leave_the_sinks_their_part(sinks: np.ndarray |
     segments, positions = places([[20, 9], [37], [1] * 37])
     beside = None if sinks is None else jnp.asarray(sinks)
     places_ = (jnp.asarray(segments), jnp.asarray(positions))
-    found = pattern(jnp.asarray(q), jnp.asarray(k), *places_, SCORINGS["window-5"], beside)
+    scoring = replace(SCORINGS["window-5"], sinks=beside)
+    found = pattern(jnp.asarray(q), jnp.asarray(k), *places_, scoring)
     assert found.dtype == jnp.float32
     weights = np.asarray(found)
     order = np.arange(SEQ)

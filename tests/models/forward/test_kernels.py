@@ -69,8 +69,8 @@ def worst(
     q, k, v = random_heads(dim, dtype, values)
     exact = [x.astype(np.float32) for x in (q, k, v)]
     with jax.default_matmul_precision("highest"):  # as in float32 runs: a GPU would round first
-        want = masked(segments, positions)(exact[0], exact[1], exact[2], scoring, None)
-        got = attention(segments, positions)(q, k, v, scoring, None)
+        want = masked(segments, positions)(exact[0], exact[1], exact[2], scoring)
+        got = attention(segments, positions)(q, k, v, scoring)
     real = (segments > 0)[..., None, None]
     return float(jnp.abs(jnp.where(real, got.astype(np.float32) - want, 0.0)).max())
 
@@ -90,11 +90,12 @@ def test_splash_attention_has_sinks() -> None:
     segments, positions = places()
     q, k, v = random_heads(64, jnp.float32)
     sinks = jnp.linspace(-2.0, 3.0, q.shape[2])
-    wanted = masked(segments, positions)(q, k, v, SCORINGS["plain"], sinks)
-    found = splash(segments, positions, interpret=True)(q, k, v, SCORINGS["plain"], sinks)
+    scoring = replace(SCORINGS["plain"], sinks=sinks)
+    wanted = masked(segments, positions)(q, k, v, scoring)
+    found = splash(segments, positions, interpret=True)(q, k, v, scoring)
     real = (segments > 0)[..., None, None]
     assert float(jnp.abs(jnp.where(real, found - wanted, 0.0)).max()) < 2e-6
-    plain = masked(segments, positions)(q, k, v, SCORINGS["plain"], None)
+    plain = masked(segments, positions)(q, k, v, SCORINGS["plain"])
     assert float(jnp.abs(jnp.where(real, found - plain, 0.0)).max()) > 0.01
 
 
@@ -117,13 +118,13 @@ def test_flash_attention_has_sinks(name: str, kernel: str) -> None:
     pytest.importorskip("tokamax")
     segments, positions = places()
     q, k, v = random_heads(64, jnp.bfloat16)
-    sinks, scoring = jnp.linspace(-2.0, 3.0, HEADS), SCORINGS[name]
+    scoring = replace(SCORINGS[name], sinks=jnp.linspace(-2.0, 3.0, HEADS))
     by_definition = masked(segments, positions)
     wide = [x.astype(np.float32) for x in (q, k, v)]
-    exact = by_definition(wide[0], wide[1], wide[2], scoring, sinks)
-    plain = by_definition(q, k, v, scoring, sinks)
+    exact = by_definition(wide[0], wide[1], wide[2], scoring)
+    plain = by_definition(q, k, v, scoring)
     with jax.numpy_rank_promotion("allow"):  # in tokamax
-        found = flash(segments, positions, kernel=kernel)(q, k, v, scoring, sinks)
+        found = flash(segments, positions, kernel=kernel)(q, k, v, scoring)
     real = (segments > 0)[..., None, None]
     floor, error = (
         float(jnp.abs(jnp.where(real, each.astype(np.float32) - exact, 0.0)).max())

@@ -9,7 +9,7 @@ nearest of them.
 # pyright: standard
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -35,23 +35,13 @@ class Scoring:
     scale: float
     window: int | None = None
     cap: float | None = None
-
-
-Sinks = Float[Array, " heads"] | None
-Slopes = Float[Array, " heads"] | None  # how much a score falls per token of distance (ALiBi)
+    sinks: Float[Array, " heads"] | None = None
+    slopes: Float[Array, " heads"] | None = None  # each score's fall per token of distance (ALiBi)
 
 
 @runtime_checkable
 class Attend(Protocol):
-    def __call__(
-        self,
-        q: Queries,
-        k: Keys,
-        v: Values,
-        scoring: Scoring,
-        sinks: Sinks = None,
-        slopes: Slopes = None,
-    ) -> Mixed: ...
+    def __call__(self, q: Queries, k: Keys, v: Values, scoring: Scoring) -> Mixed: ...
 
 
 # Called once per batch with segments and positions; every layer uses the returned function.
@@ -72,28 +62,13 @@ def chunked(segments: Places, positions: Places, size: int | None) -> tuple[Plac
 def masked(segments: Places, positions: Places) -> Attend:
     """Attend by definition: score every pair, and mask the invisible ones."""
 
-    def attend(
-        q: Queries,
-        k: Keys,
-        v: Values,
-        scoring: Scoring,
-        sinks: Sinks = None,
-        slopes: Slopes = None,
-    ) -> Mixed:
-        return mixed(pattern(q, k, segments, positions, scoring, sinks, slopes), v)
+    def attend(q: Queries, k: Keys, v: Values, scoring: Scoring) -> Mixed:
+        return mixed(pattern(q, k, segments, positions, scoring), v)
 
     return attend
 
 
-def pattern(
-    q: Queries,
-    k: Keys,
-    segments: Places,
-    positions: Places,
-    scoring: Scoring,
-    sinks: Sinks = None,
-    slopes: Slopes = None,
-) -> Weights:
+def pattern(q: Queries, k: Keys, segments: Places, positions: Places, scoring: Scoring) -> Weights:
     """Return the attention weights, in float32; with sinks they sum to less than one."""
     order = jnp.arange(q.shape[1])
     earlier = order[:, None] >= order[None, :]
@@ -104,13 +79,13 @@ def pattern(
     grouped = (q * jnp.asarray(scoring.scale, q.dtype)).reshape(rows, seq, k.shape[2], -1, dim)
     scores = jnp.einsum("rqhgd,rkhd->rhgqk", grouped, k, preferred_element_type=jnp.float32)
     scores = softcap(scores, scoring.cap).reshape(rows, heads, seq, seq)
-    if slopes is not None:
+    if scoring.slopes is not None:
         between = (positions[:, :, None] - positions[:, None, :]).astype(jnp.float32)
-        scores = scores - slopes.reshape(1, heads, 1, 1) * between[:, None]
+        scores = scores - scoring.slopes.reshape(1, heads, 1, 1) * between[:, None]
     scores = jnp.where(visible[:, None], scores, _HIDDEN)
-    if sinks is None:
+    if scoring.sinks is None:
         return jax.nn.softmax(scores)
-    sink = sinks.astype(jnp.float32).reshape(1, heads, 1, 1)
+    sink = scoring.sinks.astype(jnp.float32).reshape(1, heads, 1, 1)
     last = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
     return jax.nn.softmax(jnp.concatenate([scores, last], axis=-1))[..., :-1]
 
@@ -136,8 +111,6 @@ def _blocked(
     k: Keys,
     v: Values,
     scoring: Scoring,
-    sinks: Sinks = None,
-    slopes: Slopes = None,
 ) -> Mixed:
     """Attend over all rows, concatenated. A block of queries looks back only as far as the start of
     its earliest context, or its window; since shapes are fixed, that distance is rounded up to one
@@ -186,8 +159,8 @@ def _blocked(
         ).reshape(kv_heads, group, block, size)
         scores = softcap(scores, scoring.cap)
         ago = jnp.arange(block)[:, None] - (jnp.arange(size)[None, :] - (size - block))
-        if slopes is not None:
-            fall = slopes.reshape(kv_heads, group, 1, 1)
+        if scoring.slopes is not None:
+            fall = scoring.slopes.reshape(kv_heads, group, 1, 1)
             scores = scores - fall * ago.astype(jnp.float32)[None, None]
         own = jax.lax.dynamic_slice_in_dim(context, i * block, block)
         visible = (own[:, None] == behind(key_context)[None, :]) & (ago >= 0)
@@ -195,8 +168,8 @@ def _blocked(
             visible &= ago < scoring.window
         scores = jnp.where(visible[None, None], scores, _HIDDEN)
         highest, beside = scores.max(axis=-1, keepdims=True), 0.0
-        if sinks is not None:
-            sink = sinks.astype(jnp.float32).reshape(kv_heads, group, 1, 1)
+        if scoring.sinks is not None:
+            sink = scoring.sinks.astype(jnp.float32).reshape(kv_heads, group, 1, 1)
             highest = jnp.maximum(highest, sink)
             beside = jnp.exp(sink - highest)
         weights = jnp.exp(scores - highest)
@@ -233,24 +206,17 @@ def attention_by_heads(
     heads, places = P(ROWS, None, along), P(ROWS)
     repeat = along is not None and shards.model_axis("kv_heads") is None
 
-    def attend(
-        q: Queries,
-        k: Keys,
-        v: Values,
-        scoring: Scoring,
-        sinks: Sinks = None,
-        slopes: Slopes = None,
-    ) -> Mixed:
+    def attend(q: Queries, k: Keys, v: Values, scoring: Scoring) -> Mixed:
         if repeat:  # fewer key heads than devices: each device copies those its queries need
             group = q.shape[2] // k.shape[2]
             k, v = (jnp.repeat(array, group, axis=2) for array in (k, v))
 
-        each = {"sinks": sinks, "slopes": slopes}
+        each = {"sinks": scoring.sinks, "slopes": scoring.slopes}
         given = {name: array for name, array in each.items() if array is not None}
 
         def local(q: Any, k: Any, v: Any, segments: Any, positions: Any, *arrays: Any) -> Any:
-            own = dict(zip(given, arrays, strict=True))
-            return attention(segments, positions)(q, k, v, scoring, **own)
+            own = replace(scoring, **dict(zip(given, arrays, strict=True)))
+            return attention(segments, positions)(q, k, v, own)
 
         specs = (heads, heads, heads, places, places, *(P(along) for _ in given))
         return shards.each(local, specs, heads)(q, k, v, segments, positions, *given.values())

@@ -543,17 +543,18 @@ def _attend(
     if arch.attn_growth and not rotated:
         q = _grown(q, run.positions, *arch.attn_growth)
     values |= {"q_rot": q, "k_rot": k}
-    scoring = Scoring(arch.attn_scale, layer.window, arch.attn_softcap)
-    sinks = block.get("sinks")
     slopes = jnp.asarray(arch.alibi, jnp.float32) if arch.alibi else None
+    scoring = Scoring(
+        arch.attn_scale, layer.window, arch.attn_softcap, sinks=block.get("sinks"), slopes=slopes
+    )
     if run.scores_all:
         places = chunked(run.segments, run.positions, layer.chunk)
-        weights = pattern(q, k, *places, scoring, sinks, slopes)
+        weights = pattern(q, k, *places, scoring)
         if "attn_pattern" in run.wanted:
             values["attn_pattern"] = _from_context_start(weights, run.positions)
         z = mixed(weights, v)
     else:
-        z = run.attends[layer.chunk](q, k, v, scoring, sinks, slopes)
+        z = run.attends[layer.chunk](q, k, v, scoring)
     if arch.attn_gate:
         gate = jax.nn.sigmoid(linear(x, block["wg"], block.get("bg")))
         values["attn_gate"] = gate = at("attn_gate", gate.reshape(z.shape))

@@ -29,8 +29,6 @@ from spile.models.forward.attention import (
     Places,
     Queries,
     Scoring,
-    Sinks,
-    Slopes,
     Values,
     blocked,
 )
@@ -88,15 +86,8 @@ def by_width(segments: Places, positions: Places, *, kernels: Mapping[int, Atten
     """Use a different kernel for each head width, for models whose layers have several."""
     every = {width: kernel(segments, positions) for width, kernel in kernels.items()}
 
-    def attend(
-        q: Queries,
-        k: Keys,
-        v: Values,
-        scoring: Scoring,
-        sinks: Sinks = None,
-        slopes: Slopes = None,
-    ) -> Mixed:
-        return every[q.shape[-1]](q, k, v, scoring, sinks, slopes)
+    def attend(q: Queries, k: Keys, v: Values, scoring: Scoring) -> Mixed:
+        return every[q.shape[-1]](q, k, v, scoring)
 
     return attend
 
@@ -105,17 +96,10 @@ def widened(segments: Places, positions: Places, *, kernel: Attention) -> Attend
     """Use a kernel that needs values as wide as keys: pad narrower values with zeros."""
     run = kernel(segments, positions)
 
-    def attend(
-        q: Queries,
-        k: Keys,
-        v: Values,
-        scoring: Scoring,
-        sinks: Sinks = None,
-        slopes: Slopes = None,
-    ) -> Mixed:
+    def attend(q: Queries, k: Keys, v: Values, scoring: Scoring) -> Mixed:
         width = v.shape[-1]
         filled = jnp.pad(v, (*[(0, 0)] * 3, (0, q.shape[-1] - width)))
-        return run(q, k, filled, scoring, sinks, slopes)[..., :width]
+        return run(q, k, filled, scoring)[..., :width]
 
     return attend
 
@@ -179,15 +163,8 @@ def flash(segments: Places, positions: Places, *, kernel: str) -> Attend:
     place = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
     start = jnp.where(segments > 0, place - positions, place)  # padding sees itself
 
-    def attend(
-        q: Queries,
-        k: Keys,
-        v: Values,
-        scoring: Scoring,
-        sinks: Sinks = None,
-        slopes: Slopes = None,
-    ) -> Mixed:
-        assert slopes is None  # `kernel_choice` says so
+    def attend(q: Queries, k: Keys, v: Values, scoring: Scoring) -> Mixed:
+        assert scoring.slopes is None  # `kernel_choice` says so
         first = start
         if scoring.window is not None:
             first = jnp.maximum(start, place - scoring.window + 1)
@@ -200,13 +177,13 @@ def flash(segments: Places, positions: Places, *, kernel: str) -> Attend:
                 logits_scale=scoring.scale,
                 logits_soft_cap=scoring.cap,
                 mask=mask,
-                return_residuals=sinks is not None,
+                return_residuals=scoring.sinks is not None,
             )
-        if sinks is None:
+        if scoring.sinks is None:
             return out
         # The sink is one more score without a value: it only adds to the softmax's sum.
         values, (highest, total) = out
-        beside = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - highest)
+        beside = jnp.exp(scoring.sinks.astype(jnp.float32)[None, :, None] - highest)
         share = (total / (total + beside)).swapaxes(1, 2)[..., None]
         return (values.astype(jnp.float32) * share).astype(q.dtype)
 
@@ -237,16 +214,8 @@ def cudnn(segments: Places, positions: Places, contexts: int) -> Attend:
     lengths = jnp.where(begins < 0, -1, jnp.where(ends < 0, seq, ends) - begins)
     offsets = jnp.pad(begins, ((0, 0), (0, 1)), constant_values=-1)
 
-    def attend(
-        q: Queries,
-        k: Keys,
-        v: Values,
-        scoring: Scoring,
-        sinks: Sinks = None,
-        slopes: Slopes = None,
-    ) -> Mixed:
-        assert slopes is None  # `kernel_choice` says so
-        del sinks
+    def attend(q: Queries, k: Keys, v: Values, scoring: Scoring) -> Mixed:
+        assert scoring.slopes is None  # `kernel_choice` says so
         return kernel.dot_product_attention(
             q,
             k,
@@ -273,15 +242,8 @@ def splash(segments: Places, positions: Places, *, interpret: bool = False) -> A
         "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask"
     )
 
-    def attend(
-        q: Queries,
-        k: Keys,
-        v: Values,
-        scoring: Scoring,
-        sinks: Sinks = None,
-        slopes: Slopes = None,
-    ) -> Mixed:
-        assert slopes is None  # `kernel_choice` says so
+    def attend(q: Queries, k: Keys, v: Values, scoring: Scoring) -> Mixed:
+        assert scoring.slopes is None  # `kernel_choice` says so
         seq, heads = q.shape[1], q.shape[2]
         if scoring.window is None:
             mask = masks.CausalMask((seq, seq))
@@ -297,6 +259,7 @@ def splash(segments: Places, positions: Places, *, interpret: bool = False) -> A
 
         def row(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
             ids = kernel.SegmentIds(segments, segments)
+            sinks = scoring.sinks
             given = {} if sinks is None else {"sinks": sinks.astype(jnp.float32)}
             by_head = (x.swapaxes(0, 1) for x in (q, k, v))
             return run(*by_head, ids, **given).swapaxes(0, 1)
