@@ -11,12 +11,14 @@ from spile.models.config.rows.latent_attention import (
 )
 from spile.models.config.rows.mixtures import (
     GROUPED_READS,
+    MIXTRAL_EXPERTS,
     MOE_KEYS,
     MOE_READS,
     MOE_WEIGHTS,
     ROUTED,
     ROUTER_LOSS,
     SHARED_WEIGHED,
+    SPARSE_MOE,
     SPARSE_STEP,
 )
 from spile.models.config.specs import fused, linears, named, norms
@@ -36,6 +38,13 @@ _LINEAR_WEIGHTS = {
     ),
     **fused(_LINEAR + "in_proj_qkv.weight", "wdq", "wdk", "wdv"),
     **fused(_LINEAR + "conv1d.weight", "conv_q", "conv_k", "conv_v"),
+}  # fmt: skip
+# Tensors of layers that fuse none of them.
+_SEPARATE = {
+    "wdq": "q_proj.weight", "wdk": "k_proj.weight", "wdv": "v_proj.weight", "wdb": "b_proj.weight",
+    "wdo": "o_proj.weight", "conv_q": "q_conv1d.weight", "conv_k": "k_conv1d.weight",
+    "conv_v": "v_conv1d.weight", "decay": "A_log", "decay_bias": "dt_bias",
+    "delta_norm": "o_norm.weight",
 }  # fmt: skip
 _GATED_QUERIES = {
     **fused(LAYER + "self_attn.q_proj.weight", "wq", "wg", by="head"),
@@ -127,27 +136,17 @@ _KIMI_KEYS = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), "linear_num_heads"),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), "linear_head_dim"),
 }  # fmt: skip
-_KIMI_EXPERTS = LAYER + "block_sparse_moe."
 _KIMI_WEIGHTS = {
     **MOE_WEIGHTS,
     **LATENT_WEIGHTS,
     **named(
-        LAYER + "self_attn.", wdq="q_proj.weight", wdk="k_proj.weight",
-        wdv="v_proj.weight", wdan="f_a_proj.weight", wda="f_b_proj.weight",
-        wdgn="g_a_proj.weight", wdg="g_b_proj.weight", wdb="b_proj.weight",
-        wdo="o_proj.weight", conv_q="q_conv1d.weight", conv_k="k_conv1d.weight",
-        conv_v="v_conv1d.weight", decay="A_log", decay_bias="dt_bias",
-        delta_norm="o_norm.weight",
+        LAYER + "self_attn.", **_SEPARATE, wdan="f_a_proj.weight", wda="f_b_proj.weight",
+        wdgn="g_a_proj.weight", wdg="g_b_proj.weight",
     ),
-    **named(
-        _KIMI_EXPERTS, w_router="gate.weight",
-        correction="gate.e_score_correction_bias",
-        w_gate="experts.{expert}.w1.weight", w_up="experts.{expert}.w3.weight",
-        w_down="experts.{expert}.w2.weight",
-    ),
+    **MIXTRAL_EXPERTS,
+    **named(SPARSE_MOE, correction="gate.e_score_correction_bias"),
     **linears(
-        _KIMI_EXPERTS + "shared_experts.", s_gate="gate_proj", s_up="up_proj",
-        s_down="down_proj",
+        SPARSE_MOE + "shared_experts.", s_gate="gate_proj", s_up="up_proj", s_down="down_proj"
     ),
 }  # fmt: skip
 
@@ -212,13 +211,7 @@ DELTA_NETS = (
                 attn_post_norm="post_attention_layernorm",
                 mlp_post_norm="post_feedforward_layernorm",
             ),
-            **named(
-                _LINEAR, wdq="q_proj.weight", wdk="k_proj.weight", wdv="v_proj.weight",
-                wdg="g_proj.weight", wda="a_proj.weight", wdb="b_proj.weight",
-                wdo="o_proj.weight", conv_q="q_conv1d.weight", conv_k="k_conv1d.weight",
-                conv_v="v_conv1d.weight", decay="A_log", decay_bias="dt_bias",
-                delta_norm="o_norm.weight",
-            ),
+            **named(_LINEAR, **_SEPARATE, wdg="g_proj.weight", wda="a_proj.weight"),
         },
     ),
     Family(
@@ -262,8 +255,6 @@ DELTA_NETS = (
         latent={},
         weights=_KIMI_WEIGHTS,
         # transformers writes the plain MLP under the name of the experts.
-        elsewhere=linears(
-            _KIMI_EXPERTS, d_gate="gate_proj", d_up="up_proj", d_down="down_proj"
-        ),
+        elsewhere=linears(SPARSE_MOE, d_gate="gate_proj", d_up="up_proj", d_down="down_proj"),
     ),
 )  # fmt: skip

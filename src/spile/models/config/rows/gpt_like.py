@@ -16,6 +16,14 @@ _GPT_IGNORED = (
     "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
     "gradient_checkpointing",
 )  # fmt: skip
+_GPT_WEIGHTS = {
+    **named("", embed="wte.weight", positions="wpe.weight"),
+    **norms("", final_norm="ln_f"),
+    **norms("h.{layer}.", attn_norm="ln_1", mlp_norm="ln_2"),
+    **fused("h.{layer}.attn.c_attn.weight", "wq", "wk", "wv"),
+    **fused("h.{layer}.attn.c_attn.bias", "bq", "bk", "bv"),
+    **linears("h.{layer}.", o="attn.c_proj", _up="mlp.c_fc", _down="mlp.c_proj"),
+}
 _FALCON: dict[str, Any] = {
     "architectures": ("FalconForCausalLM",),
     "biases": {"qkv_bias": "bias", "out_bias": "bias", "mlp_bias": "bias"},
@@ -64,24 +72,14 @@ GPT_LIKE = (
     Family(
         name="gpt2",
         architectures=("GPT2LMHeadModel",),
-        fixed={
-            "norm": "layer", "gated": False, "ropes": (), "qkv_bias": True, "out_bias": True,
-            "mlp_bias": True,
-        },
-        keys={
-            "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "hidden_act":
-            "activation_function", "num_attention_heads": "n_head", "intermediate_size": "n_inner",
-            "max_position_embeddings": "n_positions", "rms_norm_eps": "layer_norm_epsilon",
-        },
+        fixed={**BIASED, "norm": "layer", "gated": False, "ropes": ()},
+        keys=_OF_GPT,
         defaults={
             "tie_word_embeddings": True, "hidden_act": "gelu_new", "rms_norm_eps": 1e-5,
             "max_position_embeddings": 1024,
         },
         ignored=(
-            "n_ctx", "attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_activation",
-            "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
-            "gradient_checkpointing", "_num_labels", "n_special", "output_past",
-            "predict_special_tokens",
+            *_GPT_IGNORED, "_num_labels", "n_special", "output_past", "predict_special_tokens"
         ),
         harmless={
             "scale_attn_weights": (True, None), "scale_attn_by_inverse_layer_idx": (False, None),
@@ -89,12 +87,8 @@ GPT_LIKE = (
             "reorder_and_upcast_attn": (False, True, None),
         },
         weights={
-            **named("", embed="wte.weight", positions="wpe.weight"),
-            **norms("", final_norm="ln_f"),
-            **norms("h.{layer}.", attn_norm="ln_1", mlp_norm="ln_2"),
+            **_GPT_WEIGHTS,
             **fused("h.{layer}.attn.c_attn.weight", "wq", "wk", "wv", transposed=True),
-            **fused("h.{layer}.attn.c_attn.bias", "bq", "bk", "bv"),
-            **linears("h.{layer}.", o="attn.c_proj", _up="mlp.c_fc", _down="mlp.c_proj"),
             **{
                 ours: TensorSource(f"h.{{layer}}.{theirs}.weight", transposed=True)
                 for ours, theirs in (
@@ -304,14 +298,7 @@ GPT_LIKE = (
             "pre_allocate_kv_cache", "validate_runner_input",
         ),
         harmless={"multi_query": (True, None), "scale_attn_weights": (True,)},
-        weights={
-            **named("", embed="wte.weight", positions="wpe.weight"),
-            **norms("", final_norm="ln_f"),
-            **norms("h.{layer}.", attn_norm="ln_1", mlp_norm="ln_2"),
-            **fused("h.{layer}.attn.c_attn.weight", "wq", "wk", "wv"),
-            **fused("h.{layer}.attn.c_attn.bias", "bq", "bk", "bv"),
-            **linears("h.{layer}.", o="attn.c_proj", _up="mlp.c_fc", _down="mlp.c_proj"),
-        },
+        weights=_GPT_WEIGHTS,
         prefixes=("transformer.",),
     ),
     Family(

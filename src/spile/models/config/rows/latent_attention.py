@@ -53,10 +53,6 @@ _DEEPSEEK2: dict[str, Any] = {
     },
     "weights": {**MOE_WEIGHTS, **SHARED_EXPERTS, **LATENT_WEIGHTS},
 }  # fmt: skip
-_DEEPSEEK2_GREEDY: dict[str, Any] = {
-    **_DEEPSEEK2,
-    "ignored": (*_DEEPSEEK2["ignored"], "n_group", "topk_group"),
-}
 _DEEPSEEK3: dict[str, Any] = {
     **_LATENT,
     **GROUPED,
@@ -65,11 +61,6 @@ _DEEPSEEK3: dict[str, Any] = {
     },
     "weights": {**GROUPED["weights"], **LATENT_WEIGHTS},
 }  # fmt: skip
-_GLM4_LITE: dict[str, Any] = {
-    **_DEEPSEEK3,
-    # (transformers does not read it; what it assumes instead is the same)
-    "harmless": {**_DEEPSEEK3["harmless"], "first_k_dense_replace": (1,)},
-}
 _DEEPSEEK2_DEFAULTS = {
     **LATENT_SIZES, "q_lora_rank": 1536, "first_k_dense_replace": 0, "num_experts": 64,
     "shared_count": 2, "intermediate_size": 1407, "dense_size": 11008, "norm_topk_prob": False,
@@ -111,7 +102,8 @@ LATENT_ATTENTION = (
             "max_position_embeddings": 202_752,
         },
         unused_weights=("layers.47.*",),  # predicts one more token
-        **_GLM4_LITE,
+        # transformers does not read this key; it assumes the same value.
+        **dict(_DEEPSEEK3, harmless={**_DEEPSEEK3["harmless"], "first_k_dense_replace": (1,)}),
     ),
     Family(
         name="deepseek_v2",
@@ -127,6 +119,6 @@ LATENT_ATTENTION = (
         reads=_DEEPSEEK2_READS,
         defaults=_DEEPSEEK2_DEFAULTS,
         experts={"wide": True},
-        **_DEEPSEEK2_GREEDY,
+        **dict(_DEEPSEEK2, ignored=(*_DEEPSEEK2["ignored"], "n_group", "topk_group")),
     ),
 )  # fmt: skip

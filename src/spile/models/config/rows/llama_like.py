@@ -87,14 +87,13 @@ GRANITE_DEFAULTS = {
     "attention_multiplier": 1.0, "logits_scaling": 1.0,
 }  # fmt: skip
 BIASED = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+BIAS_KEYS = {"qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"}
 
 LLAMA_LIKE = (
     Family(
         name="llama",
         architectures=("LlamaForCausalLM",),
-        biases={
-            "qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"
-        },
+        biases=BIAS_KEYS,
         defaults={"max_position_embeddings": 2048},
         unused_weights=_OLD_ROTARY,
     ),
@@ -215,9 +214,7 @@ LLAMA_LIKE = (
     Family(
         name="smollm3",
         architectures=("SmolLM3ForCausalLM",),
-        biases={
-            "qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"
-        },
+        biases=BIAS_KEYS,
         reads=(
             "sliding_window", "use_sliding_window", "layer_types", "no_rope_layers",
             "no_rope_layer_interval",
@@ -249,9 +246,7 @@ LLAMA_LIKE = (
     Family(
         name="granite",
         architectures=("GraniteForCausalLM",),
-        biases={
-            "qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"
-        },
+        biases=BIAS_KEYS,
         reads=("logits_scaling",),
         defaults=GRANITE_DEFAULTS,
         amounts=GRANITE_AMOUNTS,
@@ -387,9 +382,7 @@ LLAMA_LIKE = (
         name="arcee",
         architectures=("ArceeForCausalLM",),
         fixed={"gated": False},
-        biases={
-            "qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"
-        },
+        biases=BIAS_KEYS,
         defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     ),
     Family(

@@ -22,6 +22,15 @@ MOE_WEIGHTS = {
 SHARED_EXPERTS = linears(
     LAYER + "mlp.shared_experts.", s_gate="gate_proj", s_up="up_proj", s_down="down_proj"
 )
+SPARSE_MOE = LAYER + "block_sparse_moe."
+MIXTRAL_EXPERTS = named(
+    SPARSE_MOE, w_router="gate.weight", w_gate="experts.{expert}.w1.weight",
+    w_up="experts.{expert}.w3.weight", w_down="experts.{expert}.w2.weight",
+)  # fmt: skip
+GRANITE_EXPERTS = {
+    **named(SPARSE_MOE, w_router="router.layer.weight", w_down="output_linear.weight"),
+    **fused(SPARSE_MOE + "input_linear.weight", "w_gate", "w_up"),
+}
 # Experts in groups, after some plain layers, as DeepSeek V3 has them.
 GROUPED_READS = (
     *MOE_READS, "num_experts", "norm_topk_prob", "shared_count", "routed_scaling_factor",
@@ -105,14 +114,7 @@ MIXTURES = (
         },
         ignored=ROUTER_LOSS,
         windows="always",
-        weights={
-            **LLAMA_WEIGHTS,
-            **named(
-                LAYER + "block_sparse_moe.", w_router="gate.weight",
-                w_gate="experts.{expert}.w1.weight", w_up="experts.{expert}.w3.weight",
-                w_down="experts.{expert}.w2.weight",
-            ),
-        },
+        weights={**LLAMA_WEIGHTS, **MIXTRAL_EXPERTS},
     ),
     Family(
         name="phimoe",
@@ -135,14 +137,7 @@ MIXTURES = (
             "hidden_dropout",
         ),
         windows="always",
-        weights={
-            **LLAMA_WEIGHTS,
-            **named(
-                LAYER + "block_sparse_moe.", w_router="gate.weight",
-                w_gate="experts.{expert}.w1.weight", w_up="experts.{expert}.w3.weight",
-                w_down="experts.{expert}.w2.weight",
-            ),
-        },
+        weights={**LLAMA_WEIGHTS, **MIXTRAL_EXPERTS},
     ),
     Family(
         name="qwen3_moe",
@@ -205,14 +200,7 @@ MIXTURES = (
         keys={"num_experts": "num_local_experts"},
         reads=("num_experts", "logits_scaling", *ROUTED),
         ignored=ROUTER_LOSS,
-        weights={
-            **LLAMA_WEIGHTS,
-            **named(
-                LAYER + "block_sparse_moe.", w_router="router.layer.weight",
-                w_down="output_linear.weight",
-            ),
-            **fused(LAYER + "block_sparse_moe.input_linear.weight", "w_gate", "w_up"),
-        },
+        weights={**LLAMA_WEIGHTS, **GRANITE_EXPERTS},
         defaults={
             **GRANITE_DEFAULTS, "num_experts": 8, "num_experts_per_tok": 2,
             "norm_topk_prob": True,
@@ -308,12 +296,8 @@ MIXTURES = (
         },
         experts={"scored": "sigmoid", "corrected": True},
         weights={
-            **LLAMA_WEIGHTS,
-            **named(
-                LAYER + "block_sparse_moe.", w_router="gate.weight",
-                correction="e_score_correction_bias", w_gate="experts.{expert}.w1.weight",
-                w_up="experts.{expert}.w3.weight", w_down="experts.{expert}.w2.weight",
-            ),
+            **LLAMA_WEIGHTS, **MIXTRAL_EXPERTS,
+            **named(SPARSE_MOE, correction="e_score_correction_bias"),
         },
     ),
     Family(

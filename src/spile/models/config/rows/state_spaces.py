@@ -4,9 +4,10 @@ from typing import Any
 
 from spile.models.config.arch import NO_MIXER, SHORT_CONVOLUTION, SIDE_BY_SIDE, STATE_SPACE, Layer
 from spile.models.config.family import LAYER, LLAMA_WEIGHTS, Family
-from spile.models.config.rows.llama_like import GRANITE_AMOUNTS, GRANITE_DEFAULTS
+from spile.models.config.rows.llama_like import BIAS_KEYS, GRANITE_AMOUNTS, GRANITE_DEFAULTS
 from spile.models.config.rows.mixtures import (
     FEED_FORWARD,
+    GRANITE_EXPERTS,
     MOE_READS,
     ONE_GROUP,
     ROUTED,
@@ -30,6 +31,13 @@ _BAMBA_DEFAULTS = {
     "ssm_heads": 128, "ssm_head_dim": "auto", "ssm_groups": 1, "ssm_state": 256, "ssm_kernel": 4,
     "ssm_expand": 2, "ssm_conv_bias": True, "ssm_bias": False,
 }  # fmt: skip
+_BAMBA_WEIGHTS = {
+    **LLAMA_WEIGHTS,
+    **norms("", final_norm="final_layernorm"),
+    **norms(LAYER, mlp_norm="pre_ff_layernorm"),
+    **linears(FEED_FORWARD, _gate="gate_proj", _up="up_proj", _down="down_proj"),
+    **state_space(LAYER + "mamba."),
+}
 _SSM_IGNORED = (
     "mamba_chunk_size", "chunk_size", "use_mamba_kernels", "num_logits_to_keep",
     "z_loss_coefficient", "rescale_prenorm_residual", "time_step_min", "time_step_max",
@@ -48,10 +56,6 @@ _GRANITE_HYBRID: dict[str, Any] = {
     "unlisted": "linear_attention",
     "state_space": {},
 }  # fmt: skip
-_GRANITE_DENSE: dict[str, Any] = {
-    **_GRANITE_HYBRID,
-    "ignored": (*_GRANITE_HYBRID["ignored"], "intermediate_size", "num_experts_per_tok"),
-}
 _GRANITE_HYBRID_READS = ("logits_scaling", "layer_types", "ssm_expand", *_SSM_READS)
 _GRANITE_HYBRID_WEIGHTS = {**LLAMA_WEIGHTS, **state_space(LAYER + "mamba.")}
 
@@ -92,9 +96,7 @@ STATE_SPACES = (
     Family(
         name="bamba",
         architectures=("BambaForCausalLM",),
-        biases={
-            "qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"
-        },
+        biases=BIAS_KEYS,
         keys={**_BAMBA_SIZES, "attention_layers": "attn_layer_indices"},
         reads=("partial_rotary_factor", "attention_layers", "ssm_expand", *_SSM_READS),
         defaults={
@@ -105,13 +107,7 @@ STATE_SPACES = (
         kinds=_SSM_KINDS,
         unlisted="linear_attention",
         state_space={},
-        weights={
-            **LLAMA_WEIGHTS,
-            **norms("", final_norm="final_layernorm"),
-            **norms(LAYER, mlp_norm="pre_ff_layernorm"),
-            **linears(FEED_FORWARD, _gate="gate_proj", _up="up_proj", _down="down_proj"),
-            **state_space(LAYER + "mamba."),
-        },
+        weights=_BAMBA_WEIGHTS,
     ),
     Family(
         name="granitemoehybrid-dense",
@@ -124,7 +120,10 @@ STATE_SPACES = (
             **fused(LAYER + "shared_mlp.input_linear.weight", "w_gate", "w_up"),
             **named(LAYER + "shared_mlp.", w_down="output_linear.weight"),
         },
-        **_GRANITE_DENSE,
+        **dict(
+            _GRANITE_HYBRID,
+            ignored=(*_GRANITE_HYBRID["ignored"], "intermediate_size", "num_experts_per_tok"),
+        ),
     ),
     Family(
         name="granitemoehybrid",
@@ -139,11 +138,7 @@ STATE_SPACES = (
         },
         weights={
             **_GRANITE_HYBRID_WEIGHTS,
-            **named(
-                LAYER + "block_sparse_moe.", w_router="router.layer.weight",
-                w_down="output_linear.weight",
-            ),
-            **fused(LAYER + "block_sparse_moe.input_linear.weight", "w_gate", "w_up"),
+            **GRANITE_EXPERTS,
             **fused(LAYER + "shared_mlp.input_linear.weight", "ws_gate", "ws_up"),
             **named(LAYER + "shared_mlp.", ws_down="output_linear.weight"),
         },
@@ -212,9 +207,7 @@ STATE_SPACES = (
     Family(
         name="falcon_h1",
         architectures=("FalconH1ForCausalLM",),
-        biases={
-            "qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"
-        },
+        biases=BIAS_KEYS,
         amounts={
             "embed_scale": "embedding_multiplier", "logit_scale": "lm_head_multiplier",
             "attn_in_scale": "attention_in_multiplier",
@@ -235,13 +228,7 @@ STATE_SPACES = (
         kinds={"hybrid": Layer(mixer=SIDE_BY_SIDE)},
         unlisted="hybrid",
         state_space={"norm_by_group": True},
-        weights={
-            **LLAMA_WEIGHTS,
-            **norms("", final_norm="final_layernorm"),
-            **norms(LAYER, mlp_norm="pre_ff_layernorm"),
-            **linears(FEED_FORWARD, _gate="gate_proj", _up="up_proj", _down="down_proj"),
-            **state_space(LAYER + "mamba."),
-        },
+        weights=_BAMBA_WEIGHTS,
         unused_weights=("layers.*.mamba.mup_vector",),
     ),
     Family(
