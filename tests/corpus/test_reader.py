@@ -20,10 +20,10 @@ from spile.core.errors import DataError, InputError, SpileError
 from spile.core.expressions import DocumentFilter
 from spile.corpus.chats.rows import Pairs
 from spile.corpus.files import find_files
-from spile.corpus.formats import parquet
 from spile.corpus.formats.contract import ReadOptions
+from spile.corpus.formats.parquet import ParquetFormat
 from spile.corpus.reader import CorpusReader
-from support.texts import NOT_UTF8, read, units_of, write_parquet
+from support.texts import NOT_UTF8, groups_of, read, units_of, write_parquet
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "": lambda data: data,
@@ -369,5 +369,5 @@ def test_a_sample_measures_the_bytes_it_read(tmp_path: Path) -> None:
     assert (lines.texts, size) == (["one", "three"], 11)
     assert lines.skipped == Counter({"empty": 1})
     rows, size = reader.sample(1)
-    of_footer = sum(size for _, size in parquet.row_groups(tmp_path / "b.parquet", None))
+    of_footer = sum(size for _, size in groups_of(tmp_path / "b.parquet", ParquetFormat))
     assert (rows.texts, size) == (["é", "abc"], of_footer)

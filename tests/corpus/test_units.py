@@ -20,13 +20,14 @@ from spile.core.errors import InputError, Interrupted
 from spile.core.threads import cancelled_by
 from spile.core.units import Unit
 from spile.corpus.files import find_files
-from spile.corpus.formats import byte_files, parquet
+from spile.corpus.formats import byte_files
 from spile.corpus.formats.contract import ReadOptions
+from spile.corpus.formats.parquet import ParquetFormat
 from spile.corpus.reader import CorpusReader
 from spile.corpus.units import CutOptions, make_units, tokens_per_byte
 from support.marks import examples
 from support.stops import StopAtLook
-from support.texts import units_of
+from support.texts import groups_of, units_of
 
 KINDS = ("jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz", "txt.zst", "parquet")
 Corpus = list[tuple[str, list[str]]]  # kind and documents of each file
@@ -257,7 +258,7 @@ def words(texts: list[str]) -> int:
 def test_density_is_the_tokens_of_the_samples_over_their_bytes(tmp_path: Path) -> None:
     """Of Parquet by its footers, which units are cut by, too."""
     write(tmp_path, [("txt", ["one two", "", "three"]), ("parquet", ["four five"])])
-    ((_, size),) = parquet.row_groups(next(tmp_path.glob("*.parquet")), None)
+    ((_, size),) = groups_of(next(tmp_path.glob("*.parquet")), ParquetFormat)
     assert tokens_per_byte(reader_of(tmp_path), words) == 5 / (15 + size)
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spile.core.units import Unit
+from spile.core.units import Span, Unit
 from spile.corpus.chats.rows import RowReader
 from spile.corpus.chats.template import Rendered
 from spile.corpus.documents import Documents
 from spile.corpus.files import find_files
-from spile.corpus.formats.contract import CorpusFile, ReadOptions
+from spile.corpus.formats.contract import CorpusFile, ReadContext, ReadOptions
+from spile.corpus.formats.tables import TableFormat
 from spile.corpus.reader import CorpusReader
 from spile.corpus.units import CutOptions, make_units
 
@@ -64,3 +65,8 @@ def token_roles(offsets: Sequence[tuple[int, int]], rendered: Rendered) -> list[
                 role = owner
         found.append(role)
     return found
+
+
+def groups_of(path: Path, table: type[TableFormat]) -> list[tuple[Span, int]]:
+    """Return the row groups or record batches of a table, and their sizes."""
+    return list(table(CorpusFile(path, table), 0, ReadContext()).groups())

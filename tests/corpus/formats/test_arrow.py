@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from spile.core.errors import DataError, InputError, SpileError
 from spile.core.units import Unit
 from spile.corpus.files import find_files
-from spile.corpus.formats import arrow
+from spile.corpus.formats.arrow import ArrowFormat
 from spile.corpus.formats.token_ids import TokenIds
 from spile.corpus.reader import CorpusReader
-from support.texts import NOT_UTF8, read, units_of
+from support.texts import NOT_UTF8, groups_of, read, units_of
 
 FORMS = {"stream": pa.ipc.new_stream, "file": pa.ipc.new_file}
 DAMAGED = tempfile.TemporaryDirectory()
@@ -40,7 +40,7 @@ def test_both_forms_are_read_by_their_record_batches(
 ) -> None:
     table = pa.table({"n": list(range(100)), "text": TEXTS})
     path = write(tmp_path / "a.arrow", table, form, compression=compression)
-    assert [b.rows for b in arrow.batches(path, None)] == [7] * 14 + [2]
+    assert [span.count for span, _ in groups_of(path, ArrowFormat)] == [7] * 14 + [2]
     assert read(path).texts == TEXTS
     files = find_files(str(path))
     reader = CorpusReader(files)
@@ -106,7 +106,7 @@ def test_what_datasets_saves_is_read_and_what_it_cached_is_not(tmp_path: Path) -
 def test_a_file_cut_short_anywhere_is_refused_in_one_line(form: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.arrow", pa.table({"text": TEXTS[:20]}), form)
     data = path.read_bytes()
-    stop = [*arrow.batches(path, None)][-1].stop  # after it, a file has its table of contents
+    stop = groups_of(path, ArrowFormat)[-1][0].stop  # after it, a file has its table of contents
     for keep in {0, 3, 8, 50, len(data) // 2, stop - 1, stop, stop + 7}:
         path.write_bytes(data[:keep])
         with pytest.raises(InputError, match="cannot read Arrow IPC .*whole") as caught:

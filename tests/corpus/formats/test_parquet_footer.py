@@ -9,8 +9,10 @@ import pytest
 
 from security.parsers import FINDS
 from spile.core.errors import InputError
-from spile.corpus.formats import parquet, parquet_footer
+from spile.corpus.formats import parquet_footer
+from spile.corpus.formats.parquet import ParquetFormat
 from spile.corpus.formats.parquet_footer import checked_metadata
+from support.texts import groups_of
 
 ABORTS = FINDS / "parquet cells" / "histogram-of-levels"
 
@@ -31,7 +33,7 @@ def test_a_footer_that_makes_arrow_abort_is_refused() -> None:
     said = r"histogram-of-levels: cannot read Parquet \(its footer takes down the process.*signal 6"
     for _ in range(2):
         with pytest.raises(InputError, match=said):
-            parquet.row_groups(ABORTS, None)
+            groups_of(ABORTS, ParquetFormat)
 
 
 def test_after_one_that_aborts_others_are_read(tmp_path: Path) -> None:
@@ -61,4 +63,4 @@ def test_what_has_no_footer_is_refused_by_arrow(data: bytes, tmp_path: Path) -> 
     path = tmp_path / "a.parquet"
     path.write_bytes(data)
     with pytest.raises(InputError, match="a.parquet: cannot read Parquet"):
-        parquet.row_groups(path, None)
+        groups_of(path, ParquetFormat)

@@ -15,7 +15,7 @@ file. Decoding the schema and one batch is left to `pyarrow.ipc`; both are valid
 # pyarrow ships no types; the functions of this file declare them.
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,6 @@ from spile.core.errors import DataError, InputError
 from spile.core.units import Span
 from spile.corpus.formats.columns import (
     UNREADABLE,
-    ColumnKinds,
-    check_columns,
     columns_holding,
     first_line,
     kept_rows,
@@ -52,17 +50,6 @@ _ROWS = 1024  # rows converted to Python values at a time
 
 
 @dataclass(frozen=True)
-class RecordBatchPlace:
-    """A record batch: its rows, its size in bytes, and its place in the file."""
-
-    rows: int
-    size: int
-    start: int
-    stop: int
-    digest: str  # hash of its header
-
-
-@dataclass(frozen=True)
 class _Message:
     kind: int
     rows: int
@@ -79,36 +66,6 @@ def _refusing(path: AnyPath) -> Iterator[None]:
     except UNREADABLE as error:
         line = first_line(error)
         raise InputError(f"{path}: cannot read Arrow IPC ({line}); is it whole?") from error
-
-
-def schema(path: AnyPath) -> Any:
-    """Return the names and types of the columns."""
-    with _refusing(path), path.open("rb") as stream:
-        return with_names(_schema(path, next(_messages(stream))))
-
-
-def batches(
-    path: AnyPath,
-    wanted: str | None,
-    columns: Sequence[str] = (),
-    keep: Sequence[str] = (),
-    *,
-    also: Sequence[str] = (),
-    known: ColumnKinds | None = None,
-) -> Iterator[RecordBatchPlace]:
-    """Yield the record batches of a file; columns are checked as in `parquet.row_groups`."""
-    with _refusing(path), path.open("rb") as stream:
-        messages = _messages(stream)
-        found = _schema(path, next(messages))
-        check_columns(path, found, wanted, columns, keep, also=also, known=known)
-        for each in messages:
-            if each.kind == _DICTIONARY:
-                raise ValueError("it holds dictionaries")
-            if each.kind == _BATCH:
-                digest = xxhash.xxh3_128_hexdigest(each.header)
-                yield RecordBatchPlace(
-                    each.rows, each.stop - each.start, each.start, each.stop, digest
-                )
 
 
 def _messages(stream: BinaryIO) -> Iterator[_Message]:
@@ -212,22 +169,28 @@ class ArrowFormat(TableFormat):
     suffixes = (".arrow",)
 
     def schema(self) -> Any:
-        return schema(self.file.path)
+        path = self.file.path
+        with _refusing(path), path.open("rb") as stream:
+            return with_names(_schema(path, next(_messages(stream))))
 
     def groups(self, builder: UnitBuilder | None = None) -> Iterator[tuple[Span, int]]:
-        row, context = 0, self.context
-        named = (self.options.text_column, context.own_columns)
-        checked = {"also": context.filter_columns, "known": builder.known} if builder else {}
-        found = batches(self.file.path, *named, builder.keep if builder else (), **checked)
-        for batch in found:
-            span = Span(self.number, row, batch.rows, batch.start, batch.stop, batch.digest)
-            yield span, batch.size
-            row += batch.rows
+        row, path = 0, self.file.path
+        with _refusing(path), path.open("rb") as stream:
+            messages = _messages(stream)
+            self.check(_schema(path, next(messages)), builder)
+            for each in messages:
+                if each.kind == _DICTIONARY:
+                    raise ValueError("it holds dictionaries")
+                if each.kind == _BATCH:
+                    digest = xxhash.xxh3_128_hexdigest(each.header)
+                    span = Span(self.number, row, each.rows, each.start, each.stop, digest)
+                    yield span, each.stop - each.start
+                    row += each.rows
 
     def rows(self, span: Span) -> Iterator[TableRow]:
         path, context = self.file.path, self.context
         with _refusing(path):
-            found = schema(path)
+            found = self.schema()
             names = columns_holding(path, found, (*context.own_columns, *context.filter_columns))
             text = None if context.rows else text_column(path, found, self.options.text_column)
             kept = [name for name in self.options.keep if name in found.names]

@@ -79,11 +79,14 @@ def is_chat(value: Any) -> bool:
 
 def holds_chats(kind: pa.DataType) -> bool:
     """Return whether a column of this type seems to hold chats."""
-    types = pa.types
-    known = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-    if not any(is_kind(kind) for is_kind in known) or not types.is_struct(kind.value_type):
+    if not _is_list(kind) or not pa.types.is_struct(kind.value_type):
         return False
     return {field.name for field in kind.value_type} >= _MESSAGE
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    types = pa.types
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
 def chats_in(columns: Sequence[str]) -> str:
@@ -102,9 +105,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 def is_ids(kind: pa.DataType) -> bool:
     """Return whether a column holds lists of integers."""
-    types = pa.types
-    known = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-    return any(is_kind(kind) for is_kind in known) and types.is_integer(kind.value_type)
+    return _is_list(kind) and pa.types.is_integer(kind.value_type)
 
 
 def kinds_of(schema: Any) -> tuple[list[str], list[str]]:
@@ -119,17 +120,16 @@ def scalar_columns(schema: Any) -> tuple[str, ...]:
     known = (types.is_integer, types.is_floating, types.is_boolean, types.is_string,
              types.is_large_string)  # fmt: skip
     names = Counter(schema.names)
+
+    def is_scalar(kind: pa.DataType) -> bool:
+        plain = kind.value_type if types.is_dictionary(kind) else kind
+        return any(is_kind(plain) for is_kind in known)
+
     return tuple(
         field.name
         for field in schema
-        if names[field.name] == 1
-        and "." not in field.name
-        and any(is_kind(_plain_type(field.type)) for is_kind in known)
+        if names[field.name] == 1 and "." not in field.name and is_scalar(field.type)
     )
-
-
-def _plain_type(kind: pa.DataType) -> pa.DataType:
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def rows_of(batch: pa.RecordBatch, ids: str | None) -> list[dict[str, Any]]:
@@ -286,13 +286,13 @@ def with_names(schema: Any) -> Any:
 
 def check_columns(
     path: AnyPath,
-    schema: pa.Schema,
+    schema: Any,
     wanted: str | None,
     columns: Sequence[str],
     keep: Sequence[str],
     *,
-    also: Sequence[str] = (),
-    known: ColumnKinds | None = None,
+    also: Sequence[str],
+    known: ColumnKinds | None,
 ) -> None:
     """Refuse a file that lacks a column, or whose columns differ in type from other files."""
     kinds = _kinds(schema)
@@ -318,7 +318,7 @@ def _word(kind: pa.DataType) -> str:
         return "text"
     if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
         return "number"
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+    if _is_list(kind):
         return "list"
     words = {types.is_null: NULL, types.is_boolean: "boolean", types.is_struct: "struct"}
     return next((word for is_kind, word in words.items() if is_kind(kind)), str(kind))

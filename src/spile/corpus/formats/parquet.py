@@ -16,8 +16,6 @@ from spile.core.units import Span
 from spile.corpus.documents import OVERSIZED, Oversized
 from spile.corpus.formats.columns import (
     UNREADABLE,
-    ColumnKinds,
-    check_columns,
     columns_holding,
     first_line,
     kept_rows,
@@ -59,58 +57,20 @@ def _opened(path: AnyPath, *, check: bool = False) -> Iterator[pq.ParquetFile]:
         raise InputError(f"{path}: cannot read Parquet ({line}); is it whole?") from error
 
 
-def schema(path: AnyPath) -> Any:
-    """Return the names and types of the columns."""
-    with _opened(path) as file:
-        return with_names(file.schema_arrow)
-
-
-def row_groups(
-    path: AnyPath,
-    wanted: str | None,
-    columns: Sequence[str] = (),
-    keep: Sequence[str] = (),
-    *,
-    also: Sequence[str] = (),
-    known: ColumnKinds | None = None,
-) -> list[tuple[int, int]]:
-    """Return (rows, decoded bytes) of each row group, from the footer alone.
-
-    The bytes are those of the text column, or of `columns`.
-
-    Args:
-        keep: columns that must exist, for `--keep`.
-        also: other columns that must exist.
-        known: the types of these columns in other files, which must be the same.
-    """
-    with _opened(path, check=True) as file:
-        found = file.schema_arrow
-        check_columns(path, found, wanted, columns, keep, also=also, known=known)
-        names = columns or [text_column(path, found, wanted)]
-        return _row_groups(file, names)
-
-
 def _row_groups(file: pq.ParquetFile, names: Sequence[str]) -> list[tuple[int, int]]:
-    metadata = file.metadata
+    """Return (rows, decoded bytes of some columns) of each row group, from the footer alone."""
     groups: list[tuple[int, int]] = []
-    for g in range(metadata.num_row_groups):
-        group = metadata.row_group(g)
-        chunks = [group.column(c) for c in range(group.num_columns)]
+    for g in range(file.metadata.num_row_groups):
+        chunks = _chunks(file, g)
         size = sum(c.total_uncompressed_size for c in chunks if _is_of(c.path_in_schema, names))
-        groups.append((group.num_rows, size))
+        groups.append((file.metadata.row_group(g).num_rows, size))
     return groups
 
 
-def mean_sizes(path: AnyPath, names: Sequence[str]) -> dict[str, float]:
-    """Return the mean bytes of a value in the first non-empty row group, from the footer alone."""
-    with _opened(path, check=True) as file:
-        groups = (file.metadata.row_group(g) for g in range(file.metadata.num_row_groups))
-        group = next((group for group in groups if group.num_rows), None)
-        if group is None:
-            return {}
-        chunks = [group.column(c) for c in range(group.num_columns)]
-        sizes = {chunk.path_in_schema: chunk.total_uncompressed_size for chunk in chunks}
-        return {name: sizes[name] / group.num_rows for name in names if name in sizes}
+def _chunks(file: pq.ParquetFile, number: int) -> list[Any]:
+    """Return the column chunks of a row group."""
+    group = file.metadata.row_group(number)
+    return [group.column(c) for c in range(group.num_columns)]
 
 
 def _is_of(leaf: str, names: Sequence[str]) -> bool:
@@ -154,13 +114,11 @@ def _batches(
 
 def _bounds(file: pq.ParquetFile, group: int, columns: Sequence[str]) -> dict[str, tuple[Any, Any]]:
     """Return the minimum and maximum of columns in a row group, where the footer has them."""
-    found: dict[str, tuple[Any, Any]] = {}
-    chunks = file.metadata.row_group(group)
-    for number in range(chunks.num_columns):
-        chunk = chunks.column(number)
-        if chunk.path_in_schema in columns and chunk.statistics and chunk.statistics.has_min_max:
-            found[chunk.path_in_schema] = (chunk.statistics.min, chunk.statistics.max)
-    return found
+    return {
+        chunk.path_in_schema: (chunk.statistics.min, chunk.statistics.max)
+        for chunk in _chunks(file, group)
+        if chunk.path_in_schema in columns and chunk.statistics and chunk.statistics.has_min_max
+    }
 
 
 class ParquetFormat(TableFormat):
@@ -170,13 +128,16 @@ class ParquetFormat(TableFormat):
     suffixes = (".parquet",)
 
     def schema(self) -> Any:
-        return schema(self.file.path)
+        with _opened(self.file.path) as file:
+            return with_names(file.schema_arrow)
 
     def groups(self, builder: UnitBuilder | None = None) -> Iterator[tuple[Span, int]]:
-        row, context = 0, self.context
-        named = (self.options.text_column, context.own_columns)
-        checked = {"also": context.filter_columns, "known": builder.known} if builder else {}
-        groups = row_groups(self.file.path, *named, builder.keep if builder else (), **checked)
+        row, wanted = 0, self.options.text_column
+        with _opened(self.file.path, check=True) as file:
+            self.check(file.schema_arrow, builder)
+            own = self.context.own_columns
+            names = own or [text_column(self.file.path, file.schema_arrow, wanted)]
+            groups = _row_groups(file, names)
         for rows, size in groups:
             yield Span(self.number, row, rows), size
             row += rows
@@ -221,6 +182,17 @@ class ParquetFormat(TableFormat):
                     yield from zip(rows, kept_rows(path, batch, kept), strict=True)
 
     def scalar_columns(self) -> tuple[str, ...]:
+        """Leave out columns of long values, by their mean size in the first non-empty row group."""
         names = super().scalar_columns()
-        sizes = mean_sizes(self.file.path, names) if names else {}
-        return tuple(name for name in names if sizes.get(name, 0) <= _MOST_BYTES)
+        if not names:
+            return ()
+        with _opened(self.file.path, check=True) as file:
+            rows = [rows for rows, _ in _row_groups(file, ())]
+            first = next((g for g, count in enumerate(rows) if count), None)
+            chunks = [] if first is None else _chunks(file, first)
+            large = {
+                chunk.path_in_schema
+                for chunk in chunks
+                if chunk.total_uncompressed_size > _MOST_BYTES * rows[first or 0]
+            }
+        return tuple(name for name in names if name not in large)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from spile.core.threads import cancellation
 from spile.core.units import Span
 from spile.corpus.documents import CorpusDocument, Oversized
-from spile.corpus.formats.columns import scalar_columns, text_column
+from spile.corpus.formats.columns import check_columns, scalar_columns, text_column
 from spile.corpus.formats.contract import CorpusFormat, UnitBuilder
 from spile.corpus.formats.token_ids import TokenIds
 from spile.corpus.select import FILTERED
@@ -52,6 +52,18 @@ class TableFormat(CorpusFormat):
         """The column of token ids, if documents are made from one."""
         rows = self.context.rows
         return rows.column if isinstance(rows, TokenIds) else None
+
+    def check(self, schema: Any, builder: UnitBuilder | None) -> None:
+        """Check the columns that are read; with a builder, also those that are named elsewhere."""
+        check_columns(
+            self.file.path,
+            schema,
+            self.options.text_column,
+            self.context.own_columns,
+            builder.keep if builder else (),
+            also=self.context.filter_columns if builder else (),
+            known=builder.known if builder else None,
+        )
 
     def cut(self, builder: UnitBuilder, first: int, byte: int) -> None:
         for group, size in self.groups(builder):
