@@ -15,12 +15,12 @@ from spile.core.options import listed
 from spile.corpus.chats.rows import RowReader
 from spile.corpus.formats.contract import CorpusFile, ReadContext, ReadOptions
 from spile.corpus.reader import CorpusReader
+from spile.corpus.units import sampled_files
 
 LABEL = 64  # longest text of a label, in characters
 _MOST_LABELS = 32
 _ALWAYS = ("id", "url")  # kept by default, whatever their values
 _NONE = "none"
-_SAMPLED_FILES = 4
 
 
 def parse_keep(keep: str) -> tuple[str, ...]:
@@ -56,8 +56,7 @@ def refuse_missing_columns(reader: CorpusReader, named: tuple[str, ...]) -> None
 
     The first rows of a few files are checked here; every table is checked when it is cut.
     """
-    last = len(reader.files) - 1
-    sampled = sorted({round(i * last / (_SAMPLED_FILES - 1)) for i in range(_SAMPLED_FILES)})
+    sampled = sampled_files(reader)
     if reader.options.filter:
         _refuse_missing_of_filter(reader, reader.options.filter, sampled)
     for number in sampled if named else ():

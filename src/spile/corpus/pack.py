@@ -8,8 +8,10 @@ A filter chooses which tokens become stored rows. It never moves anything: all t
 but rows without a chosen token are left out.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -19,24 +21,8 @@ from spile.corpus.tokenize import TextTokenizer
 
 
 @dataclass(frozen=True)
-class Batch:
-    """The fixed-shape input of one device step; fields as in `PackedUnit`."""
-
-    tokens: np.ndarray
-    positions: np.ndarray
-    segments: np.ndarray
-    lengths: np.ndarray
-    columns: np.ndarray | None
-    counts: np.ndarray
-    contexts: int  # at least the number in any of its rows
-
-
-@dataclass(frozen=True)
-class PackedUnit:
-    """A unit ready for the device. Arrays are [rows, seq_len]; segment 0 is padding.
-
-    The counts of documents, contexts and tokens are those before the filter.
-    """
+class PackedRows:
+    """Rows for the device. Arrays are [rows, seq_len]; segment 0 is padding."""
 
     tokens: np.ndarray
     positions: np.ndarray
@@ -44,6 +30,27 @@ class PackedUnit:
     lengths: np.ndarray  # real tokens of each row
     columns: np.ndarray | None  # [rows, most]: positions of kept tokens, then 0; None: all are kept
     counts: np.ndarray  # kept tokens of each row
+
+    def each(self, change: Callable[[np.ndarray], np.ndarray]) -> dict[str, Any]:
+        """Return the arrays by name, each changed in the same way."""
+        arrays = {each.name: getattr(self, each.name) for each in fields(PackedRows)}
+        return {name: None if a is None else change(a) for name, a in arrays.items()}
+
+
+@dataclass(frozen=True)
+class Batch(PackedRows):
+    """The fixed-shape input of one device step."""
+
+    contexts: int  # at least the number in any of its rows
+
+
+@dataclass(frozen=True)
+class PackedUnit(PackedRows):
+    """A unit ready for the device.
+
+    The counts of documents, contexts and tokens are those before the filter.
+    """
+
     index: np.ndarray  # one entry per kept token, in stored order
     doc_tokens: Mapping[int, int]  # tokens of each document read
     num_contexts: int
@@ -60,15 +67,7 @@ class PackedUnit:
 
     def first(self, rows: int) -> "PackedUnit":
         """Return only the first packed rows."""
-        cut = replace(
-            self,
-            tokens=self.tokens[:rows],
-            positions=self.positions[:rows],
-            segments=self.segments[:rows],
-            lengths=self.lengths[:rows],
-            columns=None if self.columns is None else self.columns[:rows],
-            counts=self.counts[:rows],
-        )
+        cut = replace(self, **self.each(lambda array: array[:rows]))
         return replace(cut, index=self.index[: int(cut.counts.sum())])
 
     def run_of(self, part: int, parts: int) -> tuple[int, int]:
@@ -97,16 +96,9 @@ class PackedUnit:
                 slice(part * share + first, min(part * share + first + each, (part + 1) * share))
                 for part in range(parts)
             ]
-            segments = _group(self.segments, chosen, each)
-            yield Batch(
-                tokens=_group(self.tokens, chosen, each),
-                positions=_group(self.positions, chosen, each),
-                segments=segments,
-                lengths=_group(self.lengths, chosen, each),
-                columns=None if self.columns is None else _group(self.columns, chosen, each),
-                counts=_group(self.counts, chosen, each),
-                contexts=_rounded_up(int(segments.max(initial=0))),
-            )
+            arrays = self.each(partial(_group, chosen=chosen, each=each))
+            contexts = _rounded_up(int(arrays["segments"].max(initial=0)))
+            yield Batch(**arrays, contexts=contexts)
 
 
 def _rounded_up(contexts: int) -> int:
@@ -231,13 +223,5 @@ def _filtered(unit: PackedUnit, mask: np.ndarray) -> PackedUnit:
     kept, counts = kept[full], counts[full]
     columns = np.zeros((len(counts), bucket(int(counts.max(initial=0)), kept.shape[1])), np.int32)
     columns[np.arange(columns.shape[1]) < counts[:, None]] = np.nonzero(kept)[1]
-    return replace(
-        unit,
-        tokens=unit.tokens[full],
-        positions=unit.positions[full],
-        segments=unit.segments[full],
-        lengths=unit.lengths[full],
-        columns=columns,
-        counts=counts,
-        index=unit.index[mask],
-    )
+    rows = replace(unit, **unit.each(lambda array: array[full]))
+    return replace(rows, columns=columns, counts=counts, index=unit.index[mask])

@@ -98,27 +98,11 @@ class ByteFormat(CorpusFormat):
     def lines(self, span: Span, *, whole: bool = False) -> Iterator[bytes | None]:
         """Yield lines, or the `whole` span as one.
 
-        A line over --max-doc-bytes is not held; None stands in its place.
+        None may stand for a line over --max-doc-bytes, which is not held.
         """
-        most, ends = self.options.max_doc_bytes, b"" if whole else b"\n"
-        held, size, made = list[bytes](), 0, 0
-
-        def line() -> bytes | None:
-            nonlocal held, size, made
-            found = None if size > most else b"".join(held)
-            held, size, made = [], 0, made + 1
-            return found
-
-        for data in self.bytes_of(span):
-            *lines, rest = data.split(ends) if ends else [data]
-            for piece in lines:
-                held.append(piece)
-                size += len(piece)
-                yield line()
-            size += len(rest)
-            held = [*held, rest] if size <= most else []
-        if made < span.count:
-            yield line()
+        ends, most = no_ends if whole else line_ends, self.options.max_doc_bytes + 1
+        for _, line in documents_in(self.bytes_of(span), ends, most, span.start):
+            yield line if whole or line is None else line.removesuffix(b"\n")
 
     def sampled_lines(self, *, whole: bool = False) -> tuple[list[bytes], int]:
         """Return the first lines of a file, or the beginning of the `whole`, and their size."""
@@ -142,6 +126,39 @@ def line_ends(data: bytes, position: int) -> np.ndarray:
 
 def no_ends(data: bytes, position: int) -> np.ndarray:
     return np.empty(0, np.int64)
+
+
+def documents_in(
+    pieces: Iterable[bytes], ends_in: EndsIn, most: int, start: int
+) -> Iterator[tuple[int, bytes | None]]:
+    """Yield the offset of each document in a run of bytes, and its bytes up to its end.
+
+    A document of more than `most` bytes is not held; None stands in its place.
+
+    Args:
+        pieces: bytes of whole documents.
+        start: their offset in the file.
+    """
+    held, size, begun, position = list[bytes](), 0, start, start
+
+    def whole() -> tuple[int, bytes | None]:
+        nonlocal held, size, begun
+        found = begun, None if size > most else b"".join(held)
+        begun, held, size = begun + size, [], 0
+        return found
+
+    for data in pieces:
+        at = 0
+        for stop in (ends_in(data, position) - position).tolist():
+            size += stop - at
+            held.append(data[at:stop])
+            yield whole()
+            at = stop
+        size += len(data) - at
+        held = [*held, data[at:]] if size <= most else []
+        position += len(data)
+    if size:
+        yield whole()
 
 
 def _after(chunks: Iterable[bytes], start: int) -> Iterator[bytes]:

@@ -26,7 +26,13 @@ from spile.core.errors import InputError
 from spile.core.options import listed, shown
 from spile.core.units import Span
 from spile.corpus.documents import CorpusDocument
-from spile.corpus.formats.byte_files import LONGEST_LINE, SAMPLE_BYTES, ByteFormat, refuse_wide
+from spile.corpus.formats.byte_files import (
+    LONGEST_LINE,
+    SAMPLE_BYTES,
+    ByteFormat,
+    documents_in,
+    refuse_wide,
+)
 from spile.corpus.formats.columns import refuse_missing
 from spile.corpus.formats.contract import CorpusFile, UnitBuilder
 from spile.corpus.select import FILTERED, TOO_LARGE
@@ -254,36 +260,15 @@ def _line_at(file: CorpusFile, offset: int) -> int:
 def records(
     pieces: Iterable[bytes], delimiter: bytes, most: int, start: int
 ) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the offset of each record, and its bytes without the line end.
-
-    A record of more than `most` bytes is not held; None stands in its place.
-
-    Args:
-        pieces: bytes of whole records.
-        start: their offset in the file.
-    """
+    """Yield the offset of each record, and its bytes without the line end; see `documents_in`."""
     ends = RecordEnds(delimiter)
-    held, size, begun, position = list[bytes](), 0, start, start
 
-    def whole() -> tuple[int, bytes | None]:
-        nonlocal held, size, begun
-        found = begun, None if size > most else _line(b"".join(held))
-        begun, held, size = begun + size, [], 0
-        return found
+    def closed() -> Iterator[bytes]:
+        yield from pieces
+        ends.finish()
 
-    for data in pieces:
-        at = 0
-        for stop in (ends(data, position) - position).tolist():
-            size += stop - at
-            held.append(data[at:stop])
-            yield whole()
-            at = stop
-        size += len(data) - at
-        held = [*held, data[at:]] if size <= most else []
-        position += len(data)
-    ends.finish()
-    if size:
-        yield whole()
+    for offset, record in documents_in(closed(), ends, most, start):
+        yield offset, None if record is None else _line(record)
 
 
 def _line(record: bytes) -> bytes:

@@ -18,7 +18,7 @@ from spile.core.recipe import ResolvedRecipe
 from spile.core.units import Span
 from spile.corpus.chats.pool import made_at
 from spile.corpus.documents import CorpusDocument
-from spile.corpus.formats.byte_files import SAMPLE_BYTES, ByteFormat
+from spile.corpus.formats.byte_files import SAMPLE_BYTES, ByteFormat, documents_in
 from spile.corpus.formats.columns import kinds_of
 from spile.corpus.formats.contract import CorpusFile, ReadContext, UnitBuilder
 from spile.corpus.select import TOO_LARGE
@@ -81,25 +81,13 @@ class FlatArray:
 
         A document of more than `most` bytes is never held; None stands in its place.
         """
-        held, size, position = list[bytes](), 0, start
 
-        def whole() -> np.ndarray | None:
-            nonlocal held, size
-            ids = None if size > most else np.frombuffer(b"".join(held), self.dtype)
-            held, size = [], 0
-            return ids
+        def ends(data: bytes, position: int) -> np.ndarray:
+            found = self.ends(data, position)
+            return found[found > start]  # a separator that leads ends no document before the first
 
-        for data in pieces:
-            ends = self.ends(data, position)
-            bounds = [0, *(ends[ends > start] - position).tolist(), len(data)]
-            for number, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False)):
-                if number:
-                    yield whole()
-                size += high - low
-                held = [*held, data[low:high]] if size <= most else []
-            position += len(data)
-        if size:
-            yield whole()
+        for _, found in documents_in(pieces, ends, most, start):
+            yield None if found is None else np.frombuffer(found, self.dtype)
 
 
 @dataclass(frozen=True)

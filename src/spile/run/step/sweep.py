@@ -346,12 +346,4 @@ def _some_rows(batch: Batch, start: int, rows: int) -> Batch:
         missing = [(0, rows - len(part)), *[(0, 0)] * (part.ndim - 1)]
         return np.pad(part, missing) if len(part) < rows else part
 
-    return replace(
-        batch,
-        tokens=cut(batch.tokens),
-        positions=cut(batch.positions),
-        segments=cut(batch.segments),
-        lengths=cut(batch.lengths),
-        columns=None if batch.columns is None else cut(batch.columns),
-        counts=cut(batch.counts),
-    )
+    return replace(batch, **batch.each(cut))
