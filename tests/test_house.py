@@ -47,7 +47,6 @@ EXEMPT = {
     "objects/memory.py": "contracts/test_objects.py",
     "objects/rooted.py": "contracts/test_objects.py",
     "plan/fetch.py": "e2e/test_hub.py",
-    "run/step/load.py": "run/test_extract.py",
 }
 
 

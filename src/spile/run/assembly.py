@@ -23,7 +23,7 @@ from spile.run.pipeline.sink import Taker
 from spile.run.pipeline.worker import Worker
 from spile.run.step.load import StepLoader
 from spile.run.step.step import Step
-from spile.run.world.devices import device_count, memory_limit
+from spile.run.world.devices import devices_here, memory_limit
 from spile.run.world.world import RunContext
 
 _log = logging.getLogger("spile.run")
@@ -44,7 +44,7 @@ class Assembly:
         """Resolve a recipe against the store and plan its work; nothing is written."""
         runtime, world, ledger = context.runtime, context.world, context.ledger
         use_threads(runtime.threads)
-        devices = device_count()
+        _, devices, _ = devices_here()
         job = resolve(recipe, ledger, device.platform, cache=runtime.cache)
         memory = memory_limit(device)
         cuts = planned_cuts(job, runtime, device.platform, devices, memory, world.processes)
@@ -85,17 +85,9 @@ class Assembly:
 
     def load(self) -> Step:
         """Begin to load the model; return the step that runs it."""
-        context = self.context
-        return StepLoader(
-            self.job,
-            context.ledger,
-            self.device,
-            self.cuts,
-            context.world,
-            self.cost.residency,
-            context.runtime.attention,
-            context.counters,
-        ).step(self.batches)
+        residency = self.cost.residency
+        loader = StepLoader(self.context, self.job, self.device, self.cuts, residency)
+        return loader.step(self.batches)
 
     def worker(
         self,

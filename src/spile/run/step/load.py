@@ -1,25 +1,29 @@
-"""Load a job's model, resident or swept, and make the step that runs it."""
+"""Load a job's model, resident or swept, and make the step that runs it.
+
+The scales of int8 channels are measured once, on a dataset's first contexts, and then shared.
+"""
 
 # Strict, but for values that jax's own types leave unknown.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from spile.core.config import activation_dtype
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.core.threads import NEVER, cancellation
 from spile.corpus.pack import Batch, PackedUnit
-from spile.dataset.records.ledger import Ledger
-from spile.metrics import Counters
+from spile.dataset.codec.quantization import DECODED, INT8_MAX
+from spile.dataset.records.format import SCALE_DTYPE
 from spile.models.config.specs import array_axes
 from spile.models.files.sae import load_arrays
 from spile.models.forward.decoder import needs_whole_block
@@ -28,18 +32,19 @@ from spile.models.forward.sparse_latents import device_arrays
 from spile.models.forward.splice import load_changes
 from spile.models.forward.streamed import EmbeddingRows, SweptModel, load_blocks
 from spile.models.forward.weights import ArrayLoader, LayerSchedule, Params, abstract_params
-from spile.models.layout import ONE_DEVICE, Cuts
-from spile.plan.job import ExtractionJob
+from spile.models.layout import Cuts
+from spile.plan.job import ExtractionJob, prepare_unit
 from spile.plan.residency import Residency
-from spile.run.step.calibrate import channel_scales
 from spile.run.step.resident import ResidentStep
-from spile.run.step.step import StepDevices, StepSettings
+from spile.run.step.step import Step, StepDevices, StepSettings
 from spile.run.step.stored import Extras
 from spile.run.step.sweep import Sweep, SweepOptions
 from spile.run.world.devices import memory_limit, memory_used
-from spile.run.world.world import SingleWorld, World
+from spile.run.world.world import RunContext
 
 _log = logging.getLogger("spile.run")
+_ENOUGH = 16_384  # kept tokens to measure
+_HEADROOM = 1.25  # over the largest value seen; larger values are clipped, and counted
 _Model = TypeVar("_Model", Params, SweptModel)
 
 
@@ -47,14 +52,11 @@ _Model = TypeVar("_Model", Params, SweptModel)
 class StepLoader:
     """Loads a job's model, and makes the step that runs its batches."""
 
+    context: RunContext
     job: ExtractionJob
-    ledger: Ledger
     device: Any
-    cuts: Cuts = ONE_DEVICE
-    world: World = field(default_factory=SingleWorld)
-    residency: Residency | None = None  # where blocks are kept; None: on the device
-    attention: str = "auto"  # kernel, as `--attention` has it
-    counters: Counters = field(default_factory=Counters)
+    cuts: Cuts
+    residency: Residency  # where blocks are kept
 
     def step(self, batches: Callable[[PackedUnit], Iterator[Batch]]) -> ResidentStep | Sweep:
         """Return the step; `batches` cuts a packed unit into steps.
@@ -67,30 +69,26 @@ class StepLoader:
         if settings.store_dtype != "int8":
             return make(settings, extras)
         measuring = make(replace(settings, store_dtype=settings.computed), extras)
-        scales = channel_scales(self.job, self.ledger, measuring, batches, self.world)
-        return make(settings, replace(extras, scales=scales))
+        return make(settings, replace(extras, scales=self._scales(measuring, batches)))
 
     def _resident(self) -> Callable[[StepSettings, Extras], ResidentStep]:
         model = self._in_background(partial(self._loader.params, head=self.job.needs_head))
         return lambda settings, extras: ResidentStep(model, settings, extras, self._shapes)
 
     def _sweep(self) -> Callable[[StepSettings, Extras], Sweep]:
-        residency, world = self.residency, self.world
+        job, loader, residency = self.job, self._loader, self.residency
         options = SweepOptions(
-            rows=residency.batch_rows * self.cuts.layout.groups if residency else sys.maxsize,
-            looks_up=residency is not None and residency.looks_up,
-            spills=residency is not None and residency.spills,
+            rows=residency.batch_rows * self.cuts.layout.groups,
+            looks_up=residency.looks_up,
+            spills=residency.spills,
             # (Processes that are joined must not stop at different blocks.)
-            cancellation=cancellation() if world.processes == 1 else NEVER,
-            read=self._compare_hashes if self._streams else lambda: None,
-            waited=lambda seconds: self.counters.add(waited_for_weights=seconds),
+            cancellation=cancellation() if self.context.world.processes == 1 else NEVER,
+            read=self._compare_hashes if residency.streams else lambda: None,
+            waited=lambda seconds: self.context.counters.add(waited_for_weights=seconds),
         )
 
-        job, loader = self.job, self._loader
-
         def load() -> SweptModel:
-            kept = residency.kept if residency else ("resident",) * self._schedule.depth
-            blocks = load_blocks(loader, kept, self.device)
+            blocks = load_blocks(loader, residency.kept, self.device)
             tied = job.needs_head and job.checkpoint.arch.tied_head
             embedding = not options.looks_up or tied
             outer = loader.outer(head=job.needs_head, embedding=embedding)
@@ -102,12 +100,13 @@ class StepLoader:
 
     def _in_background(self, load: Callable[[], _Model]) -> "Future[_Model]":
         """Begin to load a model; processes that are joined wait for it here."""
+        counters = self.context.counters
 
         def told() -> _Model:
             before = memory_used(self.device)
-            with self.counters.timed("loading"):
+            with counters.timed("loading"):
                 model = load()
-            if not self._streams:
+            if not self.residency.streams:
                 self._compare_hashes()
             if jax.device_count() > 1:
                 limit = memory_limit(self.device)
@@ -122,20 +121,69 @@ class StepLoader:
         pool = ThreadPoolExecutor(1, "load")
         loading = pool.submit(told)
         pool.shutdown(wait=False)
-        if self.world.processes > 1:  # they exchange messages in one fixed order
-            with self.counters.timed("waited_for_model"):
+        if self.context.world.processes > 1:  # they exchange messages in one fixed order
+            with counters.timed("waited_for_model"):
                 loading.result()
         return loading
 
     def _compare_hashes(self) -> None:
         """Refuse weights that differ from those of the dataset's other units."""
-        world = self.world
+        world = self.context.world
         digests = self._loader.digests(world.process, world.processes, head=self.job.needs_head)
         shares = world.gather("weights", digests | self._prepared[-1])
         if shares is not None:
             found = {name: hash for share in shares for name, hash in share.items()}
-            self.ledger.check_weights(found)
+            self.context.ledger.check_weights(found)
         world.share("weights", True)
+
+    # -- scales of int8 channels -------------------------------------------------------------------
+
+    def _scales(
+        self, measuring: Step, batches: Callable[[PackedUnit], Iterator[Batch]]
+    ) -> dict[str, np.ndarray]:
+        """Return the stored scales; measure and store them first if nobody has.
+
+        `measuring`: a step that keeps values as they are computed.
+        """
+        world, ledger, table = self.context.world, self.context.ledger, self.job.table
+        if world.share("scales missing", ledger.read_scales(table) is None):
+            _log.info("measuring the scale of each channel on the corpus's first contexts")
+            largest = self._largest(measuring, batches)
+            by_process = world.gather("largest", {t: v.tolist() for t, v in largest.items()})
+            if by_process is not None:
+                ledger.create_scales(table, {tap: _scale(by_process, tap) for tap in largest})
+            world.share("scales", True)
+        scales = ledger.read_scales(table)
+        assert scales is not None
+        return scales
+
+    def _largest(
+        self, step: Step, batches: Callable[[PackedUnit], Iterator[Batch]]
+    ) -> dict[str, np.ndarray]:
+        """The largest value of each channel, over the rows that this process holds."""
+        scaled = {n: info for n, info in self.job.table.taps.items() if info.scaled_by == "channel"}
+        largest = {tap: np.zeros(info.shape, DECODED) for tap, info in scaled.items()}
+        for packed in self._first_contexts():
+            for batch in batches(packed):
+                output = step(batch)
+                for tap, most in largest.items():
+                    values = np.abs(output.rows_of(tap).astype(DECODED))
+                    finite = np.where(np.isfinite(values), values, 0.0)
+                    np.maximum(most, finite.max(axis=0, initial=0.0), out=most)
+        return largest
+
+    def _first_contexts(self) -> Iterator[PackedUnit]:
+        """The first packed rows, until they hold `_ENOUGH` kept tokens; the same everywhere."""
+        missing = _ENOUGH
+        with closing(self.job.reader()) as reader:
+            for unit in self.job.units:
+                packed = prepare_unit(self.job, reader, unit, with_table=False).packed
+                before = np.cumsum(packed.counts) - packed.counts
+                count = int(np.searchsorted(before, missing))
+                yield packed.first(count)
+                missing -= int(packed.counts[:count].sum())
+                if missing <= 0:
+                    return
 
     # -- what is loaded ----------------------------------------------------------------------------
 
@@ -158,19 +206,15 @@ class StepLoader:
             place=StepDevices(self.device, self._shards),
             compute_dtype=recipe.compute_dtype,
             store_dtype=recipe.store_dtype,
-            attention=self.attention,
+            attention=self.context.runtime.attention,
             encoders=job.encoders,
             spliced=tuple(changes),
         )
         return settings, Extras({}, encoders, tuple(changes.values())), hashes | digests
 
     @property
-    def _streams(self) -> bool:
-        return self.residency is not None and self.residency.streams
-
-    @property
     def _swept(self) -> bool:
-        return self._streams or self.device.platform == "cpu"
+        return self.residency.streams or self.device.platform == "cpu"
 
     @cached_property
     def _shards(self) -> Shards | None:
@@ -200,3 +244,11 @@ class StepLoader:
             dtype=DTYPES_BY_NAME[self.job.recipe.compute_dtype],
             shards=self._shards,
         )
+
+
+def _scale(by_process: list[dict[str, Any]], tap: str) -> np.ndarray:
+    """The scales of a tap's channels, from the largest values that each process has seen."""
+    largest = np.max([np.asarray(each[tap], DECODED) for each in by_process], axis=0)
+    smallest = np.finfo(SCALE_DTYPE).tiny
+    # A channel that is always zero can have any scale.
+    return np.where(largest > 0, np.maximum(largest * _HEADROOM / INT8_MAX, smallest), 1.0)

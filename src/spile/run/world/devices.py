@@ -80,13 +80,8 @@ def start_error(said: str) -> SpileError:
 
 
 def devices_here() -> tuple[str, int, str]:
-    """The platform of this process's devices, how many there are, and their kind."""
+    """The platform of the devices, how many there are (joined processes included), their kind."""
     return jax.default_backend(), jax.device_count(), jax.devices()[0].device_kind
-
-
-def device_count() -> int:
-    """The number of devices, including those of joined processes."""
-    return jax.device_count()
 
 
 def process_count() -> int:

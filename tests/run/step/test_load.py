@@ -10,18 +10,22 @@ import numpy as np
 import pytest
 
 import spile
-from spile.core.config import Recipe
+from spile.core.config import Recipe, Runtime
 from spile.core.tensors import write_tensors
 from spile.corpus.pack import PackedUnit
 from spile.dataset.codec.quantization import scales_from_json
 from spile.dataset.maintain.verify import verify
 from spile.dataset.records import format as fmt
+from spile.dataset.records.heartbeat import Presence
 from spile.dataset.records.ledger import Ledger
+from spile.metrics import Counters
 from spile.objects import LocalObjects
 from spile.plan.job import ExtractionJob, prepare_unit
 from spile.plan.resolve import resolve, store_table
-from spile.run.step import calibrate
+from spile.run.assembly import Assembly
+from spile.run.step import load
 from spile.run.step.load import StepLoader
+from spile.run.world.world import RunContext, SingleWorld
 from support import tiny
 
 ENOUGH = 2_048  # tokens; users' runs look at more
@@ -51,8 +55,12 @@ def measure(
     recipe: Recipe, out: Path, batch_rows: int = 16
 ) -> tuple[ExtractionJob, dict[str, np.ndarray]]:
     """As a run does before its first unit."""
-    job, ledger = resolved(recipe, out)
-    loader = StepLoader(job, ledger, jax.devices()[0])
+    ledger = Ledger(LocalObjects(out))
+    presence = Presence(ledger.objects, Runtime().stale_after)
+    context = RunContext(ledger, Runtime(), SingleWorld(), presence, Counters())
+    parts = Assembly.of(context, recipe, jax.devices()[0]).stored()
+    job = parts.job
+    loader = StepLoader(context, job, parts.device, parts.cuts, parts.cost.residency)
     loader.step(partial(PackedUnit.batches, rows=batch_rows))
     scales = ledger.read_scales(job.table)
     assert scales is not None
@@ -69,7 +77,7 @@ def stored_rows(recipe: Recipe, out: Path, tap: str) -> np.ndarray:
 def test_scales_are_those_of_the_corpus_first_contexts(
     model: Path, long_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrate, "_ENOUGH", ENOUGH)
+    monkeypatch.setattr(load, "_ENOUGH", ENOUGH)
     job, scales = measure(make_recipe(model, long_corpus, unit_tokens=750), tmp_path / "out")
     assert {tap: scale.shape for tap, scale in scales.items()} == {"resid_post.0": (32,)}
     rows = stored_rows(
