@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial as bound
 from typing import Any
 
 from spile.core.config import Recipe, Runtime
@@ -33,108 +34,91 @@ def repair(
     objects: Objects,
     report: Report,
     *,
-    recipe: Recipe | None = None,
-    runtime: Runtime | None = None,
-    source: Objects | None = None,
-    partial: bool = False,
-    counters: Counters | None = None,
-    on_start: Callable[..., None] | None = None,
-    stop: threading.Event | None = None,
+    recipe: Recipe,
+    source: Objects | None,
+    partial: bool,
+    counters: Counters,
+    on_start: Callable[..., None],
+    stop: threading.Event | None,
 ) -> Repaired:
     """Make units again that an audit found damaged or missing, of the dataset and of its passes.
 
     A pass without a fault is left as it is, even if it is not finished.
 
     Args:
-        recipe: where model and corpus are now, if they have moved.
+        recipe: names model and corpus, if they have moved.
         source: for a compacted dataset, the dataset it was compacted from.
         partial: only set damaged records aside, for the next `extract` to make their units.
     """
-    given: dict[str, Any] = {"recipe": recipe, "runtime": runtime, "source": source}
-    given |= {"counters": counters, "on_start": on_start, "stop": stop}
-    repaired = _repair(Repair(report, Ledger(objects)), partial=partial, **given)
+    run = bound(extract, recipe, counters=counters, on_start=on_start, stop=stop)
+
+    def repaired_as(making: Repair) -> Repaired:
+        if partial:
+            making.withdraw()
+        else:
+            if making.tokenizer:
+                making.restore_tokenizer(*_tokenizer_elsewhere(making, recipe, source))
+            _make_again(making, source, run)
+        making.set_aside_beside()
+        if not partial:
+            making.ledger.complete(making.table)
+        return making.repaired
+
+    repaired = repaired_as(Repair(report, Ledger(objects)))
     for name, found in report.passes.items():
         if not found.ok:
-            making = Repair(found, Pass(Ledger(objects), name).ledger)
-            repaired.passes[name] = _repair(making, partial=partial, **given)
+            repaired.passes[name] = repaired_as(Repair(found, Pass(Ledger(objects), name).ledger))
     return repaired
 
 
-def _repair(
-    making: Repair,
-    *,
-    recipe: Recipe | None,
-    runtime: Runtime | None,
-    source: Objects | None,
-    partial: bool,
-    counters: Counters | None,
-    on_start: Callable[..., None] | None,
-    stop: threading.Event | None,
-) -> Repaired:
-    objects = making.objects
-    if making.tokenizer and not partial:
-        making.restore_tokenizer(*_tokenizer_elsewhere(making, recipe, source))
-    table, made_by = making.table, making.made_by()
-    needed = making.units or not {fmt.MODEL, fmt.SCALES}.isdisjoint(making.beside)
-    if partial:
-        making.withdraw()
-    elif needed and table.shuffled:
+def _make_again(making: Repair, source: Objects | None, run: Callable[..., object]) -> None:
+    """Copy units again from `source`, or `run` the model for them."""
+    url, table, made_by = making.objects.url, making.table, making.made_by()
+    if not making.units and {fmt.MODEL, fmt.SCALES}.isdisjoint(making.beside):
+        return
+    if table.shuffled:
         raise ConfigError(
-            f"{objects.url}: no single unit of a shuffled dataset can be made again, since its "
+            f"{url}: no single unit of a shuffled dataset can be made again, since its "
             "rows come from all over the corpus; `spile shuffle SOURCE DEST --seed "
             f"{table.shuffled['seed']}` makes all of it"
         )
-    elif needed:
-        if COMPACTED in made_by and source is None:
-            raise ConfigError(
-                f"{objects.url} was made by `spile compact`: name the dataset it was made of with "
-                "--from, and its units are copied from there again"
-            )
-        if made_by and COMPACTED not in made_by and source is not None:
-            raise ConfigError(f"--from: {objects.url} was made by `spile extract`, not copied")
-        making.condemn()
-        try:
-            if source is not None:
-                making.copy_beside(source)
-                recopy(source, making.ledger, making.units, compress=making.compressed())
-            else:
-                making.refuse_impossible()
-                extract(
-                    recipe or Recipe(),
-                    objects.url,
-                    _as_it_was(runtime or Runtime(), making, made_by),
-                    counters=counters,
-                    on_start=on_start,
-                    stop=stop,
-                    options=RunOptions(ledger=making.ledger),
-                )
-        finally:
-            making.pardon()
-    making.set_aside_beside()
-    if not partial:
-        making.ledger.complete(table)
-    return making.repaired
+    if COMPACTED in made_by and source is None:
+        raise ConfigError(
+            f"{url} was made by `spile compact`: name the dataset it was made of with "
+            "--from, and its units are copied from there again"
+        )
+    if made_by and COMPACTED not in made_by and source is not None:
+        raise ConfigError(f"--from: {url} was made by `spile extract`, not copied")
+    making.condemn()
+    try:
+        if source is not None:
+            making.copy_beside(source)
+            recopy(source, making.ledger, making.units, compress=making.compressed())
+        else:
+            making.refuse_impossible()
+            run(url, _as_it_was(making, made_by), options=RunOptions(ledger=making.ledger))
+    finally:
+        making.pardon()
 
 
 def _tokenizer_elsewhere(
-    making: Repair, recipe: Recipe | None, source: Objects | None
+    making: Repair, recipe: Recipe, source: Objects | None
 ) -> tuple[str, Mapping[str, bytes]]:
     """Return where the tokenizer is found, and its files: the model's, or those of `source`."""
     if source is not None:
         return source.url, read_tokenizer(source, Ledger(source).table())
-    given = recipe.model if recipe else None
-    directory = model_directory(given or making.table.recipe.model_source)
+    directory = model_directory(recipe.model or making.table.recipe.model_source)
     paths = {name: directory / name for name in making.tokenizer}
     files = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
     return str(directory), files
 
 
-def _as_it_was(runtime: Runtime, making: Repair, made_by: Mapping[str, Any]) -> Runtime:
+def _as_it_was(making: Repair, made_by: Mapping[str, Any]) -> Runtime:
     """Choose the mesh and the batch of the first run, if the devices are the same.
 
     Steps of the same shape, mesh and kind of device give the same bits.
     """
-    runtime = replace(runtime, compress=making.compressed())
+    runtime = Runtime(compress=making.compressed())
     mesh, rows = str(made_by.get("mesh")), made_by.get("batch_rows")
     sizes = {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d{1,6})", mesh)}
     prepared_device()
