@@ -397,14 +397,16 @@ class WindowQueue:
         keep = np.ones(len(entries), np.bool_) if not self._filter else self._filter.mask(entries)
         keep[: max(0, self._skip - self._row)] = False
         chosen = np.flatnonzero(keep)
-        taken = _Taken(self._view, output, entries)
+        rows = {tap: list(output.pieces_of(tap)) for tap in self._view.taps}
         while len(chosen):
             if self._buffer is None:
                 self._buffer = self._wait()
                 if self._buffer is None:
                     return
             part = chosen[: self._order.window - self._count]
-            taken.copy(part, self._buffer, self._count)
+            _copy(rows, part, self._buffer, self._count)
+            if self._buffer.index is not None:
+                self._buffer.index[self._count : self._count + len(part)] = entries[part]
             self._count, chosen = self._count + len(part), chosen[len(part) :]
             if self._count == self._order.window:
                 self._give(row=self._row + int(part[-1]) + 1)
@@ -479,29 +481,22 @@ class WindowQueue:
         self._free.put(buffer)
 
 
-class _Taken:
-    """A step's rows, as bytes."""
-
-    def __init__(self, view: View, output: StepOutput, entries: np.ndarray) -> None:
-        self._entries = entries
-        self._rows: dict[str, list[tuple[np.ndarray, np.ndarray | None]]] = {
-            tap: list(output.pieces_of(tap)) for tap in view.taps
-        }
-
-    def copy(self, chosen: np.ndarray, buffer: WindowBuffer, at: int) -> None:
-        """Copy chosen rows, ascending, into a buffer."""
-        to = slice(at, at + len(chosen))
-        for tap, pieces in self._rows.items():
-            before, filled = 0, at
-            for rows, scales in pieces:
-                low, high = np.searchsorted(chosen, [before, before + len(rows)])
-                mine = chosen[low:high] - before
-                part = slice(filled, filled + len(mine))
-                flat = np.ascontiguousarray(rows[mine]).reshape(len(mine), -1)
-                if len(mine):
-                    buffer.taps[tap][part] = flat.view(np.uint8)
-                if scales is not None:
-                    buffer.scales[tap][part] = scales[mine]
-                before, filled = before + len(rows), filled + len(mine)
-        if buffer.index is not None:
-            buffer.index[to] = self._entries[chosen]
+def _copy(
+    rows: Mapping[str, list[tuple[np.ndarray, np.ndarray | None]]],
+    chosen: np.ndarray,
+    buffer: WindowBuffer,
+    at: int,
+) -> None:
+    """Copy chosen rows of a step, ascending, into a buffer, as bytes."""
+    for tap, pieces in rows.items():
+        before, filled = 0, at
+        for values, scales in pieces:
+            low, high = np.searchsorted(chosen, [before, before + len(values)])
+            mine = chosen[low:high] - before
+            part = slice(filled, filled + len(mine))
+            flat = np.ascontiguousarray(values[mine]).reshape(len(mine), -1)
+            if len(mine):
+                buffer.taps[tap][part] = flat.view(np.uint8)
+            if scales is not None:
+                buffer.scales[tap][part] = scales[mine]
+            before, filled = before + len(values), filled + len(mine)

@@ -127,9 +127,6 @@ class Worker:
                 hand is abandoned.
         """
         self._context.presence.tell(state="running")
-        self._run_stages()
-
-    def _run_stages(self) -> None:
         sink = self._sink or Sink(self._context, self._job, self._made_by, self._picker.done)
         feed = Producer(self._prepare(sink), 1, "read-tokenize-pack")
         clock = DeviceClock(self._counters, self._runtime.queue_depth)
@@ -176,7 +173,8 @@ class Worker:
     ) -> None:
         if self._since is None:
             with self._counters.timed("waited_for_model"):
-                self._wait_for_model()
+                while not self._step.loaded(_LOOK_SECONDS):
+                    cancellation().check()
         began, tokens = self._since or system().monotonic(), 0
         sink.begin(prepared)
         for batch in self._batches(prepared.packed):
@@ -209,10 +207,6 @@ class Worker:
             return self._step(batch)
         except Interrupted:
             return None
-
-    def _wait_for_model(self) -> None:
-        while not self._step.loaded(_LOOK_SECONDS):
-            cancellation().check()
 
     def _may_step(self, clock: DeviceClock) -> bool:
         """Whether to start another step; False once the run should stop.
