@@ -31,8 +31,8 @@ if TYPE_CHECKING:  # `as` marks a name as exported
     from spile.interop.flight.client import connect as connect
     from spile.interop.jax_loader import on_devices as on_devices
     from spile.interop.torch_loader import TorchLoader as TorchLoader
+    from spile.interop.torch_loader import TorchRows as TorchRows
     from spile.interop.torch_loader import torch_dataset as torch_dataset
-    from spile.interop.trainers import TorchRows as TorchRows
     from spile.models.files.demo import demo_model as demo_model
     from spile.models.forward.splice import added as added
     from spile.models.forward.splice import only as only
@@ -59,8 +59,7 @@ _HOMES = {
     "spile.interop.export": "export",
     "spile.interop.flight.client": "connect",
     "spile.interop.jax_loader": "on_devices",
-    "spile.interop.torch_loader": "TorchLoader torch_dataset",
-    "spile.interop.trainers": "TorchRows",
+    "spile.interop.torch_loader": "TorchLoader TorchRows torch_dataset",
     "spile.models.files.demo": "demo_model",
     "spile.models.forward.splice": "added only replaced",
     "spile.models.sites": "SPLICE_SITES=SPLICED",

@@ -88,7 +88,7 @@ def plainly(where: str, entry: Any) -> bool:
 def parsed(where: str) -> RowFilter:
     """Rejects drawn expressions that are too large, which are tested for elsewhere."""
     try:
-        return RowFilter.parse(where, None)
+        return RowFilter(where, None)
     except ConfigError as error:
         assume("2**62" not in str(error) and "nested" not in str(error))
         raise
@@ -124,7 +124,7 @@ def test_the_canonical_text_reads_back_as_itself_and_means_the_same(
 ) -> None:
     rows = parsed(where)
     assert rows.where is not None
-    again = RowFilter.parse(rows.where, None)
+    again = RowFilter(rows.where, None)
     assert again == rows and again.where == rows.where and hash(again) == hash(rows)
     assert [plainly(rows.where, e) for e in index] == [plainly(where, e) for e in index]
 
@@ -139,7 +139,7 @@ def test_any_text_makes_a_filter_or_an_error_of_one_line(
     where: str, every: int | None, index: np.ndarray
 ) -> None:
     try:
-        rows = RowFilter.parse(where, every)
+        rows = RowFilter(where, every)
     except ConfigError as error:
         assert str(error).isprintable() and len(str(error)) < 250
     else:
@@ -161,7 +161,7 @@ def test_any_text_makes_a_filter_or_an_error_of_one_line(
     ],
 )  # fmt: skip
 def test_spellings_of_one_expression_have_one_canonical_text(where: str, canonical: str) -> None:
-    assert RowFilter.parse(where, None).where == canonical
+    assert RowFilter(where, None).where == canonical
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_spellings_of_one_expression_have_one_canonical_text(where: str, canonic
 )  # fmt: skip
 def test_what_is_wrong_is_said_and_where(where: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        RowFilter.parse(where, None)
+        RowFilter(where, None)
     assert said in str(caught.value)
 
 
@@ -237,20 +237,20 @@ def test_products_of_large_columns_are_allowed_if_bounds_keep_them_small() -> No
         "token_id * pos == 4611686014132420609",
         "doc // -1000000 * pos < -2_000_000_000_000_000",
     ):
-        assert RowFilter.parse(where, None).mask(index).all() == plainly(where, index[0])
+        assert RowFilter(where, None).mask(index).all() == plainly(where, index[0])
 
 
 @pytest.mark.parametrize("every", [0, -3, 2**62, True, 2.0, "2"])
 def test_every_must_be_a_whole_number_of_at_least_one(every: Any) -> None:
     with pytest.raises(ConfigError, match="--every must be a whole number, 1 or more; got "):
-        RowFilter.parse(None, every)
+        RowFilter(None, every)
 
 
 def test_only_a_filter_that_asks_for_nothing_keeps_all() -> None:
-    assert RowFilter.parse(None, None).keeps_all
-    assert RowFilter.parse(None, 1) == RowFilter.parse(None, None)
-    assert not RowFilter.parse(None, 2).keeps_all
-    assert not RowFilter.parse("pos >= 0", None).keeps_all
+    assert RowFilter(None, None).keeps_all
+    assert RowFilter(None, 1) == RowFilter(None, None)
+    assert not RowFilter(None, 2).keeps_all
+    assert not RowFilter("pos >= 0", None).keeps_all
 
 
 @given(
@@ -280,11 +280,11 @@ def test_every_nth_of_the_rows_left_is_counted_anew_in_each_context(
             wanted.append(passes and left % every == 0)
             left += passes
         done += length
-    assert RowFilter.parse(where, every).mask(index).tolist() == wanted
+    assert RowFilter(where, every).mask(index).tolist() == wanted
 
 
 def test_a_filter_survives_pickling() -> None:
-    rows = RowFilter.parse("pos >= 1", 2)
+    rows = RowFilter("pos >= 1", 2)
     again = pickle.loads(pickle.dumps(rows))
     index = np.array([(5, 0, p, p, FIRST * (p == 0)) for p in range(6)], INDEX_DTYPE)
     assert again == rows

@@ -115,7 +115,7 @@ def test_batches_cover_the_rows_in_order_and_pad_the_last(
 ) -> None:
     unit = pack_unit(
         ordinals_of(documents), documents, tokenizer,
-        seq_len=seq_len, long_docs="split", pack="ffd", rows=RowFilter.parse(where, None),
+        seq_len=seq_len, long_docs="split", pack="ffd", rows=RowFilter(where, None),
     )  # fmt: skip
     batches = list(unit.batches(rows))
     count = len(unit.lengths)
@@ -153,7 +153,7 @@ def test_the_last_batch_is_the_smallest_halving_that_holds_what_is_left(
 ) -> None:
     unit = pack_unit(
         ordinals_of(documents), documents, tokenizer,
-        seq_len=seq_len, long_docs="split", pack="ffd", rows=RowFilter.parse(where, None),
+        seq_len=seq_len, long_docs="split", pack="ffd", rows=RowFilter(where, None),
     )  # fmt: skip
     batches, count = list(unit.batches(rows, fewest)), len(unit.lengths)
     sizes = [len(batch.lengths) for batch in batches]
@@ -222,7 +222,7 @@ def test_the_first_rows_are_a_unit_of_their_own(
 ) -> None:
     unit = pack_unit(
         ordinals_of(documents), documents, tokenizer,
-        seq_len=seq_len, long_docs="split", pack="ffd", rows=RowFilter.parse(where, None),
+        seq_len=seq_len, long_docs="split", pack="ffd", rows=RowFilter(where, None),
     )  # fmt: skip
     cut = unit.first(rows)
     for name in ("tokens", "positions", "segments", "lengths", "counts"):
@@ -304,7 +304,7 @@ def test_each_document_ends_once_at_the_last_token_kept(
 
 
 FILTERS = st.builds(
-    RowFilter.parse,
+    RowFilter,
     st.sampled_from(
         [None, "pos >= 0", "pos < 0", "not bos and pos >= 1", "end", "first or token_id % 5 == 0",
          "doc % 2 == 0", "offset >= 20", "doc == 13 and pos == 2"]
@@ -365,7 +365,7 @@ def test_kept_tokens_have_these_places(tokenizer: TextTokenizer) -> None:
     documents = [np.array(t, np.int32) for t in ([tiny.BOS, 5], [7, 8, 9, tiny.EOS], [3])]
     unit = pack_unit(
         [4, 6, 9], documents, tokenizer,
-        seq_len=3, long_docs="split", pack="ffd", rows=RowFilter.parse("doc < 9 and not bos", 2),
+        seq_len=3, long_docs="split", pack="ffd", rows=RowFilter("doc < 9 and not bos", 2),
     )  # fmt: skip
     # rows: 7 8 9, BOS 5 | EOS, and 3; the last of them has nothing to keep
     assert unit.tokens.tolist() == [[7, 8, 9], [tiny.BOS, 5, tiny.EOS]]
@@ -379,7 +379,7 @@ def test_a_filter_that_nothing_passes_leaves_no_rows(tokenizer: TextTokenizer) -
     documents = [np.arange(1, 6, dtype=np.int32)]
     unit = pack_unit(
         [0], documents, tokenizer,
-        seq_len=8, long_docs="split", pack="ffd", rows=RowFilter.parse("pos > 100", None),
+        seq_len=8, long_docs="split", pack="ffd", rows=RowFilter("pos > 100", None),
     )  # fmt: skip
     assert unit.tokens.shape == (0, 8)
     assert unit.columns is not None and unit.columns.shape == (0, 1)

@@ -229,7 +229,7 @@ NO_COMMANDS = {
 # Statements of Python blocks that are not run: page, how they begin, and why not.
 _SERVED = "needs a server: tests/interop/flight/test_server.py starts one"
 _SPLICED = "docs/sae.md calls a model of its own"
-_TRAINED = "others' trainers have environments of their own: tests/interop/test_trainers.py"
+_TRAINED = "trainers have their own environments: tests/interop/test_torch_loader_rows.py"
 STATEMENTS = {
     ("docs/architecture.md", "some = ds.latents"): "docs/latents.md has a dataset of latents",
     ("docs/architecture.md", "for batch in spile.connect"): _SERVED,

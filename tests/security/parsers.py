@@ -515,13 +515,13 @@ holdout = 0.01
 
 def _settle(data: bytes, folder: Path) -> None:
     recipe, _ = build(load_toml(_written(data, folder / "c.toml")))
-    RowFilter.parse(recipe.where, recipe.every)
+    RowFilter(recipe.where, recipe.every)
     if recipe.filter:
         DocumentFilter(recipe.filter)
 
 
 def _where(data: bytes, folder: Path) -> None:
-    mask = RowFilter.parse(data.decode("utf-8", "replace"), None).mask(np.zeros(3, INDEX_DTYPE))
+    mask = RowFilter(data.decode("utf-8", "replace"), None).mask(np.zeros(3, INDEX_DTYPE))
     assert mask.shape == (3,) and mask.dtype == bool
 
 

@@ -70,7 +70,7 @@ def settle(path: Path) -> None:
     recipe, runtime = build(load_toml(path))
     assert recipe.seq_len is None or 8 <= recipe.seq_len < 1 << 63
     assert 4096 <= runtime.shard_bytes < 1 << 63
-    RowFilter.parse(recipe.where, recipe.every)
+    RowFilter(recipe.where, recipe.every)
 
 
 @fuzz(120)
@@ -121,7 +121,7 @@ def test_a_count_is_a_whole_number_or_refused(text: str) -> None:
 ))  # fmt: skip
 def test_a_filter_is_refused_or_says_of_each_row_whether_it_is_kept(where: str) -> None:
     with only_our_errors():
-        assert RowFilter.parse(where, None).mask(np.zeros(3, INDEX_DTYPE)).shape == (3,)
+        assert RowFilter(where, None).mask(np.zeros(3, INDEX_DTYPE)).shape == (3,)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_filter_is_refused_or_says_of_each_row_whether_it_is_kept(where: str) 
 )  # fmt: skip
 def test_a_filter_of_anything_but_arithmetic_is_refused(where: str) -> None:
     with refused("^--where"):
-        RowFilter.parse(where, None)
+        RowFilter(where, None)
 
 
 @fuzz(100)

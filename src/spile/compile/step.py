@@ -90,11 +90,11 @@ class Compiled:
     flops: int
     traffic: int
     collectives: dict[str, Collective]
-    seconds: Roofline | None  # None: the chip is unknown, or its float32 speed is
-    tokens_per_second: float | None  # upper bound
-    tokens_one_by_one: float | None  # per second, if kernels run one by one, as they do on a GPU
-    dollars: float | None  # per billion tokens, on demand
-    dollars_spot: float | None
+    seconds: Roofline | None = None  # None: the chip is unknown, or its float32 speed is
+    tokens_per_second: float | None = None  # upper bound
+    tokens_one_by_one: float | None = None  # per second, if kernels run one by one (on a GPU)
+    dollars: float | None = None  # per billion tokens, on demand
+    dollars_spot: float | None = None
     compiling: float  # seconds
     notes: tuple[str, ...]
 
@@ -274,7 +274,6 @@ def compile_step(question: Question, layout: Layout) -> Compiled:
     if target.on == "cpu":
         fits = target.memory is None or needed <= MEMORY_SHARE * target.memory
     collectives = _collectives([run for run, _ in programs], work, target)
-    speed = _speed(work, target, collectives, kept) if programs else {}
     return Compiled(
         topology=target.name,
         on=target.on,
@@ -297,11 +296,7 @@ def compile_step(question: Question, layout: Layout) -> Compiled:
         flops=work.flops,
         traffic=work.traffic,
         collectives=collectives,
-        seconds=speed.get("seconds"),
-        tokens_per_second=speed.get("tokens_per_second"),
-        tokens_one_by_one=speed.get("tokens_one_by_one"),
-        dollars=speed.get("dollars"),
-        dollars_spot=speed.get("dollars_spot"),
+        **(_speed(work, target, collectives, kept) if programs else {}),
         compiling=seconds,
         notes=(*target.notes, *refused, *_said(work, target)),
     )

@@ -198,6 +198,9 @@ class RowFilter:
         where: the canonical text of the expression; None keeps every token.
         every: keep the first and then every N-th of the rows that `where` selects in each context;
             None keeps them all, and 1 becomes None.
+
+    Raises:
+        ConfigError: if the expression is invalid; the message gives the place in the text.
     """
 
     where: str | None
@@ -213,15 +216,6 @@ class RowFilter:
             if type(self.every) is not int or not 1 <= self.every < _LIMIT:
                 raise ConfigError(f"--every must be a whole number, 1 or more; got {self.every!r}")
             object.__setattr__(self, "every", None if self.every == 1 else self.every)
-
-    @classmethod
-    def parse(cls, where: str | None, every: int | None) -> "RowFilter":
-        """Make a filter from the user's options.
-
-        Raises:
-            ConfigError: if the expression is invalid; the message gives the place in the text.
-        """
-        return cls(where, every)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -576,7 +570,8 @@ class _ColumnParser(_Parser):
             if type(op) not in (*_COLUMN_COMPARISONS, ast.Is, ast.IsNot):
                 raise self.error(f"{type(op).__name__} is not understood")
         for op, value in zip(node.ops, node.comparators, strict=True):
-            if isinstance(op, ast.Is | ast.IsNot) and not _is_none(value):
+            none = isinstance(value, ast.Constant) and value.value is None
+            if isinstance(op, ast.Is | ast.IsNot) and not none:
                 raise self.error("only None may follow `is`")
         left, *others = [self._side(side) for side in (node.left, *node.comparators)]
         return ast.Compare(left=left, ops=node.ops, comparators=others)
@@ -713,7 +708,3 @@ class _BoundsEvaluator(_Evaluator):
 
     def negation(self, part: Any) -> bool:
         return True
-
-
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None

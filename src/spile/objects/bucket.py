@@ -17,7 +17,6 @@ import os
 import re
 from collections.abc import Callable, Generator, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,7 +25,14 @@ from obstore.store import GCSStore, S3Store
 
 from spile.core.errors import ConfigError, StoreError
 from spile.core.retry import PASSING, PATIENCE, PATIENCE_AT_FIRST, Retrying
-from spile.objects.protocol import COUNTED, Entry, check_held, check_key, retrying
+from spile.objects.protocol import (
+    COUNTED,
+    Entry,
+    FilelessObjects,
+    check_held,
+    check_key,
+    retrying,
+)
 from spile.objects.spool import Spool, SpooledFile
 
 T = TypeVar("T")
@@ -123,10 +129,9 @@ def _own_settings(scheme: str, prefix: str) -> dict[str, Any]:
     return own
 
 
-class BucketObjects:
+class BucketObjects(FilelessObjects):
     """Objects under a prefix of a bucket."""
 
-    endpoint = ""
     most_streamed: int | None = _STREAMED
     parallel = 16  # a single connection is far slower than the network
 
@@ -221,16 +226,6 @@ class BucketObjects:
         check_key(self.url, key)
         with contextlib.suppress(FileNotFoundError):
             self._retry("deleting", key, lambda: self._store.delete(key))
-
-    def leftover_of(self, key: str) -> str | None:
-        return None
-
-    def local_path(self, key: str) -> Path | None:
-        check_key(self.url, key)
-        return None
-
-    def free_bytes(self) -> int | None:
-        return None
 
     # -- writing -----------------------------------------------------------------------------
 

@@ -10,13 +10,12 @@ import importlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urljoin, urlsplit
 
 from spile.core.errors import ConfigError, SpileError, StoreError
 from spile.core.retry import PASSING, PATIENCE, PATIENCE_AT_FIRST
-from spile.objects.protocol import Entry, Stream, check_held, check_key, retrying
+from spile.objects.protocol import Entry, FilelessObjects, Stream, check_held, check_key, retrying
 
 _TIMEOUT = 60.0  # seconds without data
 _REDIRECTS = 5
@@ -117,11 +116,9 @@ def _body(response: Any, most: int) -> bytes | None:
     return b"".join(pieces)
 
 
-class WebObjects:
+class WebObjects(FilelessObjects):
     """Files below an address of a web server."""
 
-    endpoint = ""
-    most_streamed: int | None = None
     parallel = most_closing = 16
 
     def __init__(self, url: str, query: str = "") -> None:
@@ -183,19 +180,6 @@ class WebObjects:
             f"{self.url}/{prefix.removesuffix('/')}: there is no such file, and folders and globs "
             "do not work on a web server; name one file"
         )
-
-    def folders(self, prefix: str) -> Iterator[str]:
-        rest = (key[len(prefix) :] for key in self.list(prefix))
-        yield from dict.fromkeys(key.partition("/")[0] for key in rest if "/" in key)
-
-    def leftover_of(self, key: str) -> str | None:
-        return None
-
-    def local_path(self, key: str) -> Path | None:
-        return None
-
-    def free_bytes(self) -> int | None:
-        return None
 
     # -- requests ----------------------------------------------------------------------------
 

@@ -2,17 +2,14 @@
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 from spile.core.errors import StoreError
-from spile.objects.protocol import Entry, check_key
+from spile.objects.protocol import Entry, FilelessObjects, check_key
 
 
-class MemoryObjects:
+class MemoryObjects(FilelessObjects):
     """A dictionary of bytes."""
 
-    endpoint = ""
-    most_streamed: int | None = None
     parallel, most_closing = 1, 1
 
     def __init__(self, url: str = "memory://") -> None:
@@ -61,23 +58,9 @@ class MemoryObjects:
     def entries(self, prefix: str = "") -> Iterator[Entry]:
         yield from [Entry(key, len(self._values[key]), "") for key in self.list(prefix)]
 
-    def folders(self, prefix: str) -> Iterator[str]:
-        rest = (key[len(prefix) :] for key in self.list(prefix))
-        yield from dict.fromkeys(key.partition("/")[0] for key in rest if "/" in key)
-
     def delete(self, key: str) -> None:
         check_key(self.url, key)
         self._values.pop(key, None)
-
-    def leftover_of(self, key: str) -> str | None:
-        return None
-
-    def local_path(self, key: str) -> Path | None:
-        check_key(self.url, key)
-        return None
-
-    def free_bytes(self) -> int | None:
-        return None
 
 
 class _MemoryStream:

@@ -124,6 +124,31 @@ class Objects(Protocol):
         ...
 
 
+class FilelessObjects:
+    """Base of stores without files on a local disk."""
+
+    url: str
+    endpoint = ""
+    most_streamed: int | None = None
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        raise NotImplementedError
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        rest = (key[len(prefix) :] for key in self.list(prefix))
+        yield from dict.fromkeys(key.partition("/")[0] for key in rest if "/" in key)
+
+    def leftover_of(self, key: str) -> str | None:
+        return None
+
+    def local_path(self, key: str) -> Path | None:
+        check_key(self.url, key)
+        return None
+
+    def free_bytes(self) -> int | None:
+        return None
+
+
 def exists(objects: Objects, key: str) -> bool:
     """Return whether an object exists."""
     try:

@@ -71,6 +71,12 @@ _log = logging.getLogger("spile.plan")
 
 # Fixed when the unit table is made: a unit should take minutes, not hours, to redo.
 _UNIT_TOKENS = 4_000_000  # on accelerators
+# Options that need no default.
+_AS_GIVEN = (
+    "latents", "text_column", "tokens_column", "tokens_dtype", "doc_separator", "messages",
+    "prompt_column", "response_column", "prompt_prefix", "prompt_suffix", "system", "filter",
+    "shuffle_docs", "fraction", "holdout", "min_tokens", "max_doc_tokens", "max_docs", "max_tokens",
+)  # fmt: skip
 _SOURCES = {"model": "model", "lora": "model", "corpus": "dataset"}  # repository kinds
 
 
@@ -309,9 +315,10 @@ def _settled(
     compute = recipe.compute_dtype or ("float32" if platform == "cpu" else "bfloat16")
     asked_for_float32 = recipe.compute_dtype == "float32"
     assert recipe.model and recipe.corpus
-    rows = RowFilter.parse(recipe.where, recipe.every)
+    rows = RowFilter(recipe.where, recipe.every)
     unit_tokens = cpu_unit_tokens(arch, taps, seq_len) if platform == "cpu" else _UNIT_TOKENS
     return ResolvedRecipe(
+        **{name: getattr(recipe, name) for name in _AS_GIVEN},
         model_source=lasting(recipe.model),
         lora_source=lasting(recipe.lora) if recipe.lora else None,
         corpus_source=lasting(recipe.corpus),
@@ -321,7 +328,6 @@ def _settled(
         corpus=corpus,
         taps=tuple(tap.name for tap in taps),
         encode={tap: identity(encoder.sae) for tap, encoder in encoders.items()},
-        latents=recipe.latents,
         where=rows.where,
         every=rows.every,
         seq_len=seq_len,
@@ -329,31 +335,13 @@ def _settled(
         long_docs=recipe.long_docs or "split",
         special_tokens=recipe.special_tokens
         or ("none" if template not in (None, "none") else "tokenizer"),
-        text_column=recipe.text_column,
         text_documents=recipe.text_documents or "line",
-        tokens_column=recipe.tokens_column,
-        tokens_dtype=recipe.tokens_dtype,
-        doc_separator=recipe.doc_separator,
-        messages=recipe.messages,
-        prompt_column=recipe.prompt_column,
-        response_column=recipe.response_column,
-        prompt_prefix=recipe.prompt_prefix,
-        prompt_suffix=recipe.prompt_suffix,
-        system=recipe.system,
         template=template,
         generation_prompt=bool(recipe.generation_prompt),
-        filter=recipe.filter,
-        shuffle_docs=recipe.shuffle_docs,
-        fraction=recipe.fraction,
-        holdout=recipe.holdout,
         part=recipe.part or "rest",
         dedupe=bool(recipe.dedupe),
-        min_tokens=recipe.min_tokens,
-        max_doc_tokens=recipe.max_doc_tokens,
         max_doc_bytes=recipe.max_doc_bytes or MAX_DOC_BYTES,
         preview=PREVIEW if recipe.preview is None else recipe.preview,
-        max_docs=recipe.max_docs,
-        max_tokens=recipe.max_tokens,
         unit_tokens=recipe.unit_tokens or unit_tokens,
         compute_dtype=compute,
         store_dtype=recipe.store_dtype or ("float32" if asked_for_float32 else "bfloat16"),

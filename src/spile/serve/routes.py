@@ -15,7 +15,7 @@ from spile.core.errors import ConfigError, StoreError
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.latents import pair_of
 from spile.objects import Objects
-from spile.serve.digest import Digest
+from spile.serve.digest import Digest, Moments
 from spile.serve.documents import (
     MOST_LISTED,
     MOST_TOKENS,
@@ -180,26 +180,16 @@ class Answers:
     def _layers(self, asked: Parameters) -> dict[str, Any]:
         taps: list[dict[str, Any]] = []
         with self.digest.lock:
-            for tap, moments in self.digest.moments.items():
+            for tap, found in {**self.digest.moments, **self.digest.latents}.items():
+                dense = found if isinstance(found, Moments) else None  # the others store ranks
                 taps.append(
                     {
                         "tap": tap,
-                        "norm": moments.norm,
-                        "kurtosis": moments.kurtosis,
-                        "largest": moments.largest.max(initial=0),
-                        "deviation": np.sqrt(np.mean(moments.deviation**2)),
-                        "nonfinite": moments.nonfinite,
-                    }
-                )
-            for tap, latents in self.digest.latents.items():
-                taps.append(
-                    {
-                        "tap": tap,
-                        "norm": latents.norm,
-                        "kurtosis": None,  # meaningless for ranks
-                        "largest": latents.largest.max(initial=0),
-                        "deviation": None,
-                        "nonfinite": latents.nonfinite,
+                        "norm": found.norm,
+                        "kurtosis": dense and dense.kurtosis,
+                        "largest": found.largest.max(initial=0),
+                        "deviation": dense and np.sqrt(np.mean(dense.deviation**2)),
+                        "nonfinite": found.nonfinite,
                     }
                 )
         return {"taps": taps, "read": self._read()}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import spile
-from spile.interop.trainers import TorchRows
+from spile.interop.torch_loader import TorchRows
 from support import stored
 
 
@@ -71,7 +71,7 @@ import spile
 from sae_lens import StandardTrainingSAE, StandardTrainingSAEConfig
 from sae_lens.config import LoggingConfig, SAETrainerConfig
 from sae_lens.training.sae_trainer import SAETrainer
-from spile.interop.trainers import TorchRows
+from spile.interop.torch_loader import TorchRows
 
 ds = spile.open(sys.argv[1])
 x = next(TorchRows(ds, "resid_post.1", 96, shuffle=None))
