@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from spile.check.hf_modules import (
     Point,
@@ -164,12 +165,13 @@ class Reference:
                 module.forward = partial(_float8_product, module, self._exact.get(id(module), 0))
                 hooks.callback(delattr, module, "forward")
             for point, change in self._changes:
-                hooks.enter_context(_changed(point, change))
+                hooks.callback(_change(point, change).remove)
             for point in self._points:  # (these hooks run after those of the changes)
                 if wanted(point.name):
-                    hooks.enter_context(_hooked(point, found))
+                    hooks.callback(_record(point, found).remove)
             if noise is not None:
-                hooks.enter_context(_rounded_again(find_part(self._body, "blocks")[0], noise))
+                first = find_part(self._body, "blocks")[0]
+                hooks.callback(_round_again(first, noise).remove)
             if self._rotary is not None or hasattr(self._modules[0], "rotary_dim"):
                 hooks.enter_context(self._watched_attention(wanted, found))
             if hasattr(self._modeling, _CONVOLUTION):
@@ -402,8 +404,9 @@ def _array(value: Tensor) -> np.ndarray:
     return value.detach().to("cpu", dtype, copy=True).contiguous().numpy()
 
 
-@contextmanager
-def _hooked(point: Point, found: dict[str, np.ndarray]) -> Iterator[None]:
+def _record(point: Point, found: dict[str, np.ndarray]) -> RemovableHandle:
+    """Record a tap in `found` from now on."""
+
     def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         given = args[point.item or 0] if args else named["hidden_states"]
         found[point.name] = _taken(point, given)
@@ -414,14 +417,13 @@ def _hooked(point: Point, found: dict[str, np.ndarray]) -> Iterator[None]:
             value = output[point.item]
         found[point.name] = _taken(point, value)
 
+    return _hook(point, before, after)
+
+
+def _hook(point: Point, before: Any, after: Any) -> RemovableHandle:
     if point.side == "in":
-        handle = point.module.register_forward_pre_hook(before, with_kwargs=True)
-    else:
-        handle = point.module.register_forward_hook(after)
-    try:
-        yield
-    finally:
-        handle.remove()
+        return point.module.register_forward_pre_hook(before, with_kwargs=True)
+    return point.module.register_forward_hook(after)
 
 
 def _taken(point: Point, value: Any) -> np.ndarray:
@@ -429,48 +431,37 @@ def _taken(point: Point, value: Any) -> np.ndarray:
     return _array(taken if point.scale == 1.0 else taken * point.scale)
 
 
-@contextmanager
-def _changed(point: Point, change: _Change) -> Iterator[None]:
-    """Let the model continue with other values at a point."""
+def _change(point: Point, change: _Change) -> RemovableHandle:
+    """Let the model continue with other values at a point from now on."""
 
     def new(value: Tensor) -> Tensor:
         made = torch.from_numpy(change(_taken(point, value))) / point.scale
         return made.to(value).reshape(value.shape)
 
-    def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if args:
-            return (new(args[0]), *args[1:]), named
-        return args, named | {"hidden_states": new(named["hidden_states"])}
-
     def after(module: Any, args: tuple[Any, ...], output: Any) -> Any:
         return (new(output[0]), *output[1:]) if isinstance(output, tuple) else new(output)
 
-    if point.side == "in":
-        handle = point.module.register_forward_pre_hook(before, with_kwargs=True)
-    else:
-        handle = point.module.register_forward_hook(after)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return _hook(point, partial(_with_input, new), after)
 
 
-@contextmanager
-def _rounded_again(block: Any, seed: int) -> Iterator[None]:
+def _with_input(
+    new: Callable[[Tensor], Tensor], module: Any, args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A hook that changes the input of a module."""
+    if args:
+        return (new(args[0]), *args[1:]), named
+    return args, named | {"hidden_states": new(named["hidden_states"])}
+
+
+def _round_again(block: Any, seed: int) -> RemovableHandle:
     """Perturb a block's input at random, by up to one machine epsilon of each value."""
 
-    def change(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        stream = args[0] if args else named["hidden_states"]
+    def perturbed(stream: Tensor) -> Tensor:
         rng = torch.Generator().manual_seed(seed)
         sign = 2 * torch.rand(stream.shape, generator=rng).to(stream) - 1
-        changed = stream * (1 + sign * torch.finfo(stream.dtype).eps)
-        return ((changed, *args[1:]), named) if args else (args, named | {"hidden_states": changed})
+        return stream * (1 + sign * torch.finfo(stream.dtype).eps)
 
-    handle = block.register_forward_pre_hook(change, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return block.register_forward_pre_hook(partial(_with_input, perturbed), with_kwargs=True)
 
 
 def _forget_longer_contexts(rotary: Any) -> None:
