@@ -218,7 +218,7 @@ def test_a_launcher_is_a_row(
     assert "--loft X where they live" in help_of("launch", "status", "pigeons")
     recipe = ("--model", "demo", "--corpus", "demo", "--taps", "embed", "--out", "/acts")
     words = ("launch", "pigeons", "--loft", "roof", "--dry-run", "--", *recipe)
-    assert launch(make_parser().parse_args(words)) == 0
+    launch(make_parser().parse_args(words))
     assert "pigeon --loft roof 'spile supervise -- extract --model demo" in capsys.readouterr().out
 
 

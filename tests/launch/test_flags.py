@@ -34,4 +34,4 @@ def test_every_action_has_every_target(action: str, target: str) -> None:
 
 def test_lists_do_not_grow_from_one_call_to_the_next() -> None:
     words = ("gcloud", "--zone", "a", "--zone", "b")
-    assert parse(*words).zone == parse(*words).zone == ["a", "b"]
+    assert parse(*words).zones == parse(*words).zones == ["a", "b"]

@@ -79,7 +79,7 @@ def inside(**changes: Any) -> LaunchJob:
     [
         Kubernetes(),
         Kubernetes(slices=8, gpus=1, spot=True, cpus="8", memory="64Gi"),
-        Kubernetes(slices=2, world_size=4, gpus=8, claims=("data:/data", "out:/out")),
+        Kubernetes(slices=2, world_size=4, gpus=8, claim=("data:/data", "out:/out")),
         Kubernetes(slices=3, tpu=parse_tpu("v5e:8x8"), spot=True, service_account="me"),
         Kubernetes(tpu=parse_tpu("v6e:2x4"), key="google:key.json"),
         Kubernetes(tpu=parse_tpu("v5p:4x4x4")),
@@ -107,7 +107,7 @@ def test_the_schemas_refuse_what_is_wrong() -> None:
 
 
 def test_slices_of_one_host_are_an_indexed_job() -> None:
-    target = Kubernetes(slices=32, gpus=1, claims=("shared:/data",), service_account="me")
+    target = Kubernetes(slices=32, gpus=1, claim=("shared:/data",), service_account="me")
     secret, made = applied(target, inside(secrets={"TOKEN": "hf_shh"}, env={"A": "1"}))
     assert secret == {
         "apiVersion": "v1", "kind": "Secret", "type": "Opaque",
@@ -294,7 +294,7 @@ def test_a_tpu_that_is_none_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: Kubernetes(claims=("x",)), "--claim"),
+        (lambda: Kubernetes(claim=("x",)), "--claim"),
         (lambda: Kubernetes(key="x"), "--credentials-secret"),
         (lambda: Kubernetes(tpu=parse_tpu("v5e:8x8"), world_size=2), "--world-size 2"),
         (lambda: Kubernetes(tpu=parse_tpu("v5e:8x8"), gpus=2), "--gpus"),

@@ -16,7 +16,7 @@ LINE = "spile supervise -- extract --model M --corpus C --taps resid_post:20 --o
 
 
 def test_an_array_of_slices_of_one_node() -> None:
-    target = Slurm(slices=32, options=("--partition=gpu", "--time=1-0"), folder="/logs")
+    target = Slurm(slices=32, options=("--partition=gpu", "--time=1-0"), log_folder="/logs")
     (command,) = target.render(job(secrets={"TOKEN": "hf_shh"}, folder="/work"))
     assert command.argv == (
         "sbatch", "--parsable", "--job-name=run1", "--nodes=1", "--ntasks-per-node=1",
@@ -84,7 +84,7 @@ def test_what_is_shown_holds_no_secret() -> None:
 
 
 def test_logs_are_the_last_lines_of_each_task_or_say_that_there_is_none(tmp_path: Path) -> None:
-    (logs,) = Slurm(folder=str(tmp_path / "my logs")).logs(job(), 1)
+    (logs,) = Slurm(log_folder=str(tmp_path / "my logs")).logs(job(), 1)
     assert run(logs).out == "never started, or with another --log-folder\n"
     (tmp_path / "my logs").mkdir()
     for task in range(2):
@@ -95,7 +95,7 @@ def test_logs_are_the_last_lines_of_each_task_or_say_that_there_is_none(tmp_path
 
 
 def test_status_logs_and_stop_go_by_name() -> None:
-    target, of = Slurm(folder="/my logs"), job()
+    target, of = Slurm(log_folder="/my logs"), job()
     assert target.stop(of)[0].argv == ("scancel", "--me", "--name=run1")
     assert target.status(of)[0].argv[:3] == ("squeue", "--me", "--name=run1")
     assert "set -- '/my logs/run1.log.'*\n" in str(target.logs(of, 7)[0].stdin)
@@ -112,4 +112,4 @@ def test_options_that_are_none_or_ours_are_refused(option: str, named: str) -> N
 
 def test_a_log_folder_in_which_slurm_reads_signs_is_refused() -> None:
     with pytest.raises(ConfigError, match="--log-folder"):
-        Slurm(folder="/logs/%j")
+        Slurm(log_folder="/logs/%j")

@@ -5,20 +5,20 @@ and find each other. `Gcloud` returns the commands; `Keeper` runs them: it creat
 watches TPUs, and creates them again when they are preempted.
 """
 
-import argparse
 import logging
 import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 from spile.core.errors import ConfigError, Interrupted, LaunchError, printable
 from spile.core.retry import backoff
 from spile.launch import script
 from spile.launch.command import FILE, NOT_FOUND, Command, Result, run
 from spile.launch.job import LaunchJob, Seat, check_name
-from spile.launch.target import Flags, LaunchTarget, TargetRow, check_counts
+from spile.launch.target import Flags, LaunchTarget, TargetRow, check_counts, from_flags
 
 _log = logging.getLogger("spile.launch")
 
@@ -75,6 +75,8 @@ class Gcloud(LaunchTarget):
         for word in words:
             if word is not None and not _WORD.fullmatch(word):
                 raise ConfigError(f"gcloud has no zone, project, type or version {word!r}")
+        if self.tpus and self.slices not in (1, len(self.tpus)):
+            raise ConfigError(f"--slices {self.slices}, but --tpu names {len(self.tpus)}")
         for tpu in self.tpus:
             check_name("--tpu", tpu)
         if self.retries < 0:
@@ -135,11 +137,14 @@ class Gcloud(LaunchTarget):
     def state(self, job: LaunchJob, node: Node) -> Command:
         return self._ssh(node, script.status(job, self._seat(job, node)))
 
-    def log(self, job: LaunchJob, node: Node, lines: int) -> Command:
-        return self._ssh(node, script.logs(job, self._seat(job, node), lines))
-
-    def end(self, job: LaunchJob, node: Node) -> Command:
-        return self._ssh(node, script.stop(job, self._seat(job, node)))
+    def _on(self, node: Node, action: str, job: LaunchJob, lines: int) -> list[Command]:
+        """The commands of an action other than submit, on one TPU."""
+        if action == "status":
+            return [self.state(job, node)]
+        if action == "logs":
+            return [self._ssh(node, script.logs(job, self._seat(job, node), lines))]
+        end = self._ssh(node, script.stop(job, self._seat(job, node)))
+        return [end, self.delete_node(node)] if self.delete else [end]
 
     # -- as in every target ------------------------------------------------------------------
 
@@ -159,28 +164,18 @@ class Gcloud(LaunchTarget):
         return [*self.list_all(), *(self.state(job, node) for node in self.nodes(job))]
 
     def logs(self, job: LaunchJob, lines: int) -> Sequence[Command]:
-        return [self.log(job, node, lines) for node in self.nodes(job)]
+        return [
+            command for node in self.nodes(job) for command in self._on(node, "logs", job, lines)
+        ]
 
     def stop(self, job: LaunchJob) -> Sequence[Command]:
-        ends = [self.end(job, node) for node in self.nodes(job)]
-        if not self.delete:
-            return ends
-        return [*ends, *(self.delete_node(node) for node in self.nodes(job))]
+        return [command for node in self.nodes(job) for command in self._on(node, "stop", job, 0)]
 
     def act(self, action: str, job: LaunchJob, lines: int) -> list[Result]:
         keeper = Keeper(self, job)
         if action == "submit":
             return keeper.submit()
-
-        def wanted(node: Node) -> Sequence[Command]:
-            if action == "status":
-                return [self.state(job, node)]
-            if action == "logs":
-                return [self.log(job, node, lines)]
-            ended = [self.end(job, node)]
-            return [*ended, self.delete_node(node)] if self.delete else ended
-
-        return keeper.ask(wanted)
+        return keeper.ask(lambda node: self._on(node, action, job, lines))
 
     def _seat(self, job: LaunchJob, node: Node) -> Seat:
         return Seat(slice=node.slice, slices=len(self.nodes(job)))
@@ -233,24 +228,16 @@ class Keeper:
 
     def submit(self) -> list[Result]:
         """Start every slice; with `keep`, stay until each has ended."""
-        return self._each(self._keep if self._target.keep else self._start)
-
-    def locate(self, node: Node) -> Node:
-        """Find the TPU's zone; raise if there is no such TPU."""
-        found = self._find(node)
-        if found is None:
-            raise self._absent_error(node)
-        return found[0]
+        return self._each(self._run)
 
     def ask(self, commands: Callable[[Node], Sequence[Command]]) -> list[Result]:
         """Run each node's commands in order, all nodes at once; return each node's last result."""
 
         def one(node: Node) -> Result:
-            result = Result(str(node), 0, "", "")
-            for command in commands(self.locate(node)):
-                result = self._call(command)
-                self._refuse(command, result)
-            return result
+            found = self._find(node)
+            if found is None:
+                raise self._absent_error(node)
+            return [self._answer(command) for command in commands(found[0])][-1]
 
         return self._each(one)
 
@@ -277,33 +264,24 @@ class Keeper:
 
     # -- one slice ---------------------------------------------------------------------------
 
-    def _start(self, node: Node) -> Result:
-        """Bring up the TPU and start the run on all its hosts, except where it already runs."""
+    def _run(self, node: Node) -> Result:
+        """Start the run; with `keep`, restart it until all its hosts have ended well."""
         failures = 0
         while True:
             try:
-                return self._try_start(node)
+                started = self._start(node)
+                return self._watch(node) if self._target.keep else started
             except Retry as error:
-                failures = self._wait(node, failures, str(error))
+                failures = self._wait(node, 0 if error.ran else failures, str(error))
 
-    def _try_start(self, node: Node) -> Result:
+    def _start(self, node: Node) -> Result:
+        """Bring up the TPU and start the run on all its hosts, except where it already runs."""
         up = self._bring_up(node)
         for command in (self._target.send(self._job, up), self._target.start(self._job, up)):
-            result = self._call(command)
-            self._refuse(command, result)
+            result = self._answer(command)
             if result.code:
                 raise Retry(f"not every host was reached ({_error(result)})")
         return result
-
-    def _keep(self, node: Node) -> Result:
-        """Restart the run after preemptions and failures, until all its hosts have ended well."""
-        failures = 0
-        while True:
-            try:
-                self._try_start(node)
-                return self._watch(node)
-            except Retry as error:
-                failures = self._wait(node, 0 if error.ran else failures, str(error))
 
     def _watch(self, node: Node) -> Result:
         ran = False
@@ -346,8 +324,7 @@ class Keeper:
     def _make(self, node: Node) -> Node:
         said = ""
         for place in self._target.everywhere(node):
-            made = self._call(command := self._target.create(place))
-            self._refuse(command, made)
+            made = self._answer(self._target.create(place))
             if not made.code or _says(made, "already exists", "already_exists"):
                 return self._queue(place) if self._target.queued else place
             said = _error(made)
@@ -359,8 +336,7 @@ class Keeper:
     def _queue(self, node: Node) -> Node:
         """Wait until the queue has granted the request."""
         while True:
-            result = self._call(command := self._target.describe_queued(node))
-            self._refuse(command, result)
+            result = self._answer(self._target.describe_queued(node))
             state = result.out.strip()
             if state == "ACTIVE":
                 return node
@@ -391,10 +367,15 @@ class Keeper:
         )
 
     def _must(self, command: Command) -> None:
-        result = self._call(command)
-        self._refuse(command, result)
+        result = self._answer(command)
         if result.code:
             raise Retry(_error(result))
+
+    def _answer(self, command: Command) -> Result:
+        """Run a command; raise if it fails in a way that a retry cannot fix."""
+        result = self._call(command)
+        self._refuse(command, result)
+        return result
 
     def _refuse(self, command: Command, result: Result) -> None:
         """Raise if the command failed in a way that a retry cannot fix.
@@ -434,8 +415,10 @@ def _error(result: Result) -> str:
 
 def _add_flags(flags: Flags) -> None:
     flags.slices()
-    flags.many("--zone", "ZONE", "zone of the TPUs; if given several times, each is tried in turn")
-    flags.many("--tpu", "NAME", "name of an existing TPU, or of one to create [from --name]")
+    flags.many("--zone", "ZONE", "zone of the TPUs; several are tried in turn", "zones")
+    flags.many(
+        "--tpu", "NAME", "name of an existing TPU, or of one to create [from --name]", "tpus"
+    )
     flags.add("--project", "project of the TPUs [gcloud's default]", metavar="ID")
     flags.add(
         "--accelerator-type", "create missing TPUs of this type, e.g. v5litepod-64", metavar="TYPE"
@@ -450,17 +433,8 @@ def _add_flags(flags: Flags) -> None:
     flags.switch("--delete", "with stop: also delete the TPUs")
 
 
-def _build(a: argparse.Namespace) -> Gcloud:
-    if a.tpu and a.slices not in (1, len(a.tpu)):
-        raise ConfigError(f"--slices {a.slices}, but --tpu names {len(a.tpu)}")
-    return Gcloud(
-        zones=tuple(a.zone), tpus=tuple(a.tpu), slices=a.slices, project=a.project,
-        accelerator_type=a.accelerator_type, runtime_version=a.runtime_version, spot=a.spot,
-        queued=a.queued, keep=a.keep, retries=a.retries, delete=a.delete,
-    )  # fmt: skip
-
-
 # (On TPU VMs only root may use Docker.)
 GCLOUD = TargetRow(
-    "gcloud", "TPU VMs of Google Cloud", _add_flags, _build, contained=True, device="tpu", sudo=True
-)
+    "gcloud", "TPU VMs of Google Cloud", _add_flags, partial(from_flags, Gcloud),
+    contained=True, device="tpu", sudo=True,
+)  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 from spile.core.errors import ConfigError
 from spile.launch.command import Command
 from spile.launch.job import GOOGLE_KEY, GRACE, PORT, LaunchJob
-from spile.launch.target import Flags, LaunchTarget, TargetRow, check_counts, to_yaml
+from spile.launch.target import Flags, LaunchTarget, TargetRow, check_counts, from_flags, to_yaml
 
 # GKE's machine names of each generation, and the chips per host of a larger slice.
 _TPUS = {
@@ -75,12 +75,12 @@ class Kubernetes(LaunchTarget):
     namespace: str | None = None
     context: str | None = None
     service_account: str | None = None
-    claims: tuple[str, ...] = ()  # CLAIM:/PATH
+    claim: tuple[str, ...] = ()  # CLAIM:/PATH
     key: str | None = None  # SECRET:KEY of a service account
 
     def __post_init__(self) -> None:
         check_counts(slices=self.slices, world_size=self.world_size)
-        for claim in self.claims:
+        for claim in self.claim:
             if not _CLAIM.fullmatch(claim):
                 raise ConfigError(f"--claim must be CLAIM:/PATH, got {claim!r}")
         if self.key is not None and not _SECRET_KEY.fullmatch(self.key):
@@ -261,7 +261,7 @@ class Kubernetes(LaunchTarget):
     def _volumes(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         volumes: list[dict[str, Any]] = []
         mounts: list[dict[str, Any]] = []
-        for number, claim in enumerate(self.claims):
+        for number, claim in enumerate(self.claim):
             name, _, path = claim.partition(":")
             source = {"claimName": name}
             volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": source})
@@ -297,19 +297,14 @@ def _add_flags(flags: Flags) -> None:
     flags.add("--namespace", "namespace of the pods [kubectl's default]", metavar="NAME")
     flags.add("--context", "context of kubectl [its default]", metavar="NAME")
     flags.many("--claim", "CLAIM:/PATH", "mount this volume claim")
-    flags.add(
-        "--credentials-secret", "secret with a Google key, mounted read-only", metavar="SECRET:KEY"
-    )
+    flags.add("--credentials-secret", "secret with a Google key, mounted read-only",
+              metavar="SECRET:KEY", dest="key")  # fmt: skip
     flags.machine()
 
 
-def _build(a: argparse.Namespace) -> Kubernetes:
-    return Kubernetes(
-        slices=a.slices, world_size=a.world_size, tpu=parse_tpu(a.tpu) if a.tpu else None,
-        gpus=a.gpus, cpus=a.cpus, memory=a.memory, spot=a.spot, namespace=a.namespace,
-        context=a.context, service_account=a.service_account, claims=tuple(a.claim),
-        key=a.credentials_secret,
-    )  # fmt: skip
+def _build(arguments: argparse.Namespace) -> Kubernetes:
+    arguments.tpu = parse_tpu(arguments.tpu) if arguments.tpu else None
+    return from_flags(Kubernetes, arguments)
 
 
 KUBERNETES = TargetRow(

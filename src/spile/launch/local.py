@@ -3,10 +3,11 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from spile.core.errors import ConfigError
 from spile.launch.job import PORT, Seat
-from spile.launch.target import Flags, Host, Hosts, TargetRow, check_counts
+from spile.launch.target import Flags, Host, Hosts, TargetRow, check_counts, from_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +51,16 @@ def _add_flags(flags: Flags) -> None:
     flags.count("--gpus-each", "GPUs that each process sees [all]", None)
 
 
-def _build(a: argparse.Namespace) -> Local:
-    return Local(slices=a.slices, world_size=a.world_size, port=a.port, gpus_each=a.gpus_each)
-
-
 def _build_docker(a: argparse.Namespace) -> Local:
     if not a.container:
         raise ConfigError("--container IMAGE@sha256:DIGEST is missing")
-    return _build(a)
+    return from_flags(Local, a)
 
 
 LOCAL = TargetRow(
-    "local", "processes on this machine", _add_flags, _build, shares_folder=True, starts_here=True
-)
+    "local", "processes on this machine", _add_flags, partial(from_flags, Local),
+    shares_folder=True, starts_here=True,
+)  # fmt: skip
 DOCKER = TargetRow(
     "docker", "containers on this machine", _add_flags, _build_docker, contained=True
 )

@@ -1,15 +1,15 @@
 """SkyPilot: a managed job for each slice, which SkyPilot restores when it is preempted."""
 
-import argparse
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from spile.core.errors import ConfigError
 from spile.launch.command import FILE, Command
 from spile.launch.job import PORT, LaunchJob, Seat
-from spile.launch.target import Flags, LaunchTarget, TargetRow, check_counts, to_yaml
+from spile.launch.target import Flags, LaunchTarget, TargetRow, check_counts, from_flags, to_yaml
 
 _WORLD = f"""\
 export COORDINATOR_ADDRESS="$(printf '%s\\n' "$SKYPILOT_NODE_IPS" | head -n 1):{PORT}"
@@ -108,11 +108,4 @@ def _add_flags(flags: Flags) -> None:
     flags.machine()
 
 
-def _build(a: argparse.Namespace) -> Sky:
-    return Sky(
-        slices=a.slices, world_size=a.world_size, accelerators=a.accelerators, infra=a.infra,
-        cpus=a.cpus, memory=a.memory, spot=a.spot,
-    )  # fmt: skip
-
-
-SKY = TargetRow("sky", "SkyPilot, any cloud", _add_flags, _build)
+SKY = TargetRow("sky", "SkyPilot, any cloud", _add_flags, partial(from_flags, Sky))

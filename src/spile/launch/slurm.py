@@ -1,15 +1,15 @@
 """Slurm: an array of slices, each a job of one node or of several joined ones."""
 
-import argparse
 import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from spile.core.errors import ConfigError
 from spile.launch.command import Command
 from spile.launch.job import LaunchJob
-from spile.launch.target import Flags, LaunchTarget, TargetRow, check_counts
+from spile.launch.target import Flags, LaunchTarget, TargetRow, check_counts, from_flags
 
 _OPTION = re.compile(r"--[a-z][a-z-]*(=.*)?", re.DOTALL)
 _OURS = ("--array", "--nodes", "--ntasks", "--ntasks-per-node", "--job-name", "--output")
@@ -24,7 +24,7 @@ class Slurm(LaunchTarget):
     slices: int = 1
     world_size: int = 1
     options: tuple[str, ...] = ()  # of sbatch, as the user gives them
-    folder: str = "."  # where logs go, seen by all nodes
+    log_folder: str = "."  # seen by all nodes
 
     def __post_init__(self) -> None:
         check_counts(slices=self.slices, world_size=self.world_size)
@@ -35,8 +35,11 @@ class Slurm(LaunchTarget):
                 raise ConfigError(
                     f"--sbatch {option}: that is the launcher's (--slices, --world-size, --name)"
                 )
-        if any(c in self.folder for c in "%\\\n"):
-            raise ConfigError(f"--log-folder: Slurm would read signs in it, got {self.folder!r}")
+        if any(c in self.log_folder for c in "%\\\n"):
+            raise ConfigError(
+                f"--log-folder must not contain %, \\ or a newline, which Slurm would interpret; "
+                f"got {self.log_folder!r}"
+            )
 
     def render(self, job: LaunchJob) -> Sequence[Command]:
         """sbatch reads the script from standard input; the environment goes with the submission."""
@@ -87,27 +90,23 @@ tail -n {lines} -- "$@"
         return [Command(argv=("scancel", "--me", f"--name={job.name}"))]
 
     def _log(self, job: LaunchJob, numbered: str) -> str:
-        return f"{self.folder}/{job.name}.log.{numbered}"
+        return f"{self.log_folder}/{job.name}.log.{numbered}"
 
 
 def _add_flags(flags: Flags) -> None:
     flags.slices()
     flags.world_size()
-    flags.many("--sbatch", "OPTION", "pass an option to sbatch, e.g. --sbatch=--partition=gpu")
-    flags.add("--log-folder", "folder for the logs of all nodes [.]", metavar="DIR", default=".")
-
-
-def _build(a: argparse.Namespace) -> Slurm:
-    return Slurm(
-        slices=a.slices, world_size=a.world_size, options=tuple(a.sbatch), folder=a.log_folder
+    flags.many(
+        "--sbatch", "OPTION", "pass an option to sbatch, e.g. --sbatch=--partition=gpu", "options"
     )
+    flags.add("--log-folder", "folder for the logs of all nodes [.]", metavar="DIR", default=".")
 
 
 SLURM = TargetRow(
     "slurm",
     "a Slurm cluster",
     _add_flags,
-    _build,
+    partial(from_flags, Slurm),
     contained=True,
     shares_folder=True,
     folder_with_container=True,

@@ -7,7 +7,7 @@ import argparse
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
 import yaml
@@ -96,9 +96,9 @@ class Flags:
     def switch(self, flag: str, help: str) -> None:
         self.add(flag, help, action="store_true")
 
-    def many(self, flag: str, metavar: str, help: str) -> None:
+    def many(self, flag: str, metavar: str, help: str, dest: str | None = None) -> None:
         """A flag that may be given several times."""
-        self.add(flag, help, metavar=metavar, action="append", default=[])
+        self.add(flag, help, metavar=metavar, action="append", default=[], dest=dest)
 
     def count(self, flag: str, help: str, default: int | None = 1) -> None:
         self.add(flag, help, metavar="N", type=int, default=default)
@@ -136,6 +136,13 @@ class TargetRow:
     shares_folder: bool = False  # every host sees the folder where the command is given
     starts_here: bool = False  # runs start in that folder
     folder_with_container: bool = False  # --folder applies to containers, too
+
+
+def from_flags(kind: type[Any], arguments: argparse.Namespace) -> Any:
+    """Construct a target from the flags, each named as the field that it sets."""
+    flags: dict[str, Any] = {each.name: getattr(arguments, each.name) for each in fields(kind)}
+    several = [name for name, value in flags.items() if isinstance(value, list)]
+    return kind(**flags | {name: tuple(flags[name]) for name in several})
 
 
 def check_counts(**counts: int) -> None:
