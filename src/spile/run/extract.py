@@ -219,7 +219,11 @@ class Extraction(RunContext):
         if profile and self.world.leads:
             profiled = ProfiledStep(step, profile)
             self.counters.annotate = host_span
-        picker = self.pick(job, self.presence) if self.pick else self._from_store(job)
+        if self.pick:
+            picker = self.pick(job, self.presence)
+        else:
+            budget = Budget(job.table, self.ledger, self.runtime.max_bytes)
+            picker = StorePicker(job, self.ledger, self.presence, budget, self.stop, self.share)
         worker = parts.worker(profiled or step, picker, made_by=_made_by(device, cost))
         predicts_for = device.device_kind if self.world.leads else None
         with (
@@ -257,10 +261,6 @@ class Extraction(RunContext):
             more=lambda: {**COUNTED.snapshot(), **_memory_metrics()},
             tokens_before=cost.tokens * cost.units_done // max(1, cost.units),
         )
-
-    def _from_store(self, job: ExtractionJob) -> Picker:
-        budget = Budget(job.table, self.ledger, self.runtime.max_bytes)
-        return StorePicker(job, self.ledger, self.presence, budget, self.stop, self.share)
 
 
 @contextmanager

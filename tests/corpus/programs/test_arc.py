@@ -300,10 +300,8 @@ def test_prompts_are_documents_that_carry_what_they_were_made_of(prompt: str) ->
         assert roles[-1] == "assistant"
         assert all(one != other for one, other in itertools.pairwise(roles))
         if document.segments:
-            start, stop, role = document.roles[-1]
-            assert role == "assistant"
-            assert document.text is not None
-            GridEncoder().decode(document.text[start:stop])
+            assert document.text is not None and document.text.endswith(document.segments[-1][1])
+            GridEncoder().decode(document.segments[-1][1])
 
 
 def test_the_answer_of_an_augmented_question_leads_back_to_the_tasks_own() -> None:
@@ -386,7 +384,7 @@ def test_another_process_makes_the_same_documents_of_the_corpus_name() -> None:
         "import sys\nfrom spile.corpus.programs.program import digest_of\n"
         "from spile.corpus.programs.program import Program\n"
         "source = Program.parse(sys.argv[1]).open()\n"
-        "print(digest_of(source.documents(0)), len(list(source.ranges(2000))))\n"
+        "print(digest_of(source.documents(0)), len(list(source.spans(2000))))\n"
         "assert 'jax' not in sys.modules\n"
     )
     for seed in ("1", "2"):
@@ -399,4 +397,4 @@ def test_another_process_makes_the_same_documents_of_the_corpus_name() -> None:
         )
         digest, ranges = done.stdout.split()
         assert digest == here
-        assert int(ranges) == len(list(source.ranges(2000))) > 3
+        assert int(ranges) == len(list(source.spans(2000))) > 3

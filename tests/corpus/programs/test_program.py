@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spile.core.errors import ConfigError, DataError, InputError
-from spile.corpus.programs.program import Program, ProgramDocument, ProgramSource, Range, is_program
+from spile.core.units import Span
+from spile.corpus.programs.program import Program, ProgramDocument, ProgramSource, is_program
 from support.marks import examples
 
 COUNTING = """
@@ -272,11 +273,11 @@ def test_files_and_modules_that_are_not_there_are_named(
         opened("spile_ends:f")
 
 
-def cut_elsewhere(name: str, seed: int) -> list[Range]:
+def cut_elsewhere(name: str, seed: int) -> list[Span]:
     """The ranges another process makes of a program."""
     code = (
         "import json, sys, dataclasses\nfrom spile.corpus.programs.program import Program\n"
-        "ranges = Program.parse(sys.argv[1]).open().ranges(100)\n"
+        "ranges = Program.parse(sys.argv[1]).open().spans(100)\n"
         "print(json.dumps([dataclasses.asdict(r) for r in ranges]))\n"
     )
     done = subprocess.run(
@@ -286,7 +287,7 @@ def cut_elsewhere(name: str, seed: int) -> list[Range]:
         capture_output=True,
         text=True,
     )
-    return [Range(**each) for each in json.loads(done.stdout)]
+    return [Span(**each) for each in json.loads(done.stdout)]
 
 
 def test_other_processes_cut_and_read_the_same(write: Callable[..., Path]) -> None:
@@ -294,7 +295,7 @@ def test_other_processes_cut_and_read_the_same(write: Callable[..., Path]) -> No
     for name in (str(path), f"{path}:by_number"):
         source = opened(name)
         ranges = cut_elsewhere(name, 1)
-        assert list(source.ranges(100)) == ranges
+        assert list(source.spans(100)) == ranges
         assert len(ranges) > 2
         assert numbers(source.read(ranges[1])) == list(range(ranges[1].first, ranges[2].first))
 
@@ -348,7 +349,7 @@ def test_a_grain_dataset_is_read(write: Callable[..., Path]) -> None:
         "    return grain.MapDataset.source(texts).shuffle(seed=seed)\n"
     )
     source = opened(f"{path}(seed=3)")
-    (whole,) = source.ranges(1 << 20)
+    (whole,) = source.spans(1 << 20)
     texts = [document.text or "" for document in source.read(whole)]
     assert sorted(texts, key=int) == [str(i) for i in range(20)]
     assert texts != sorted(texts, key=int)

@@ -124,13 +124,12 @@ def test_a_pair_is_selected_by_columns_and_refused_by_its_flags_name() -> None:
         checked_document("here", "text", pair_columns=("question",))
 
 
-def test_roles_say_which_characters_are_whose() -> None:
+def test_a_text_is_its_segments_joined() -> None:
     segments = [["system", "é🌳"], ["user", ""], ["user", "b c"], ["assistant", "d"]]
     document = checked_document("here", {"segments": segments})
     assert document.text == "é🌳b cd"
-    found = [[role, document.text[start:stop]] for start, stop, role in document.roles]
-    assert found == segments
-    assert checked_document("here", "no roles").roles == ()
+    assert [list(segment) for segment in document.segments] == segments
+    assert checked_document("here", "no roles").segments == ()
 
 
 def test_every_part_of_a_document_and_their_order_are_in_the_digest() -> None:

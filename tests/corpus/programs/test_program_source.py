@@ -42,19 +42,19 @@ def test_ranges_hold_every_document_once_and_are_read_in_any_order(
     count: int, size: int, most: int | None, form: str, order: random.Random
 ) -> None:
     one, other = (source_of(lambda: FORMS[form](made(count))) for _ in range(2))
-    ranges = list(one.ranges(size, most))
-    assert list(other.ranges(size, most)) == ranges
+    ranges = list(one.spans(size, most))
+    assert list(other.spans(size, most)) == ranges
     wanted = count if most is None else min(count, most)
     reached = 0
     for each in ranges:
         assert each.first == reached
         assert each.count > 0
-        assert each.size > 0
+        assert each.stop > 0
         reached += each.count
     assert reached == wanted
     if form == "in order":
         read_so_far = itertools.islice(one.documents(0), wanted)
-        assert sum(each.size for each in ranges) == sum(len(d.canonical()) for d in read_so_far)
+        assert sum(each.stop for each in ranges) == sum(len(d.canonical()) for d in read_so_far)
     order.shuffle(ranges)
     found = {each.first: numbers(other.read(each)) for each in ranges}
     assert [n for first in sorted(found) for n in found[first]] == list(range(wanted))
@@ -62,9 +62,9 @@ def test_ranges_hold_every_document_once_and_are_read_in_any_order(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_ranges_are_about_as_large_as_asked_for(form: str) -> None:
-    ranges = list(source_of(lambda: FORMS[form](made(500))).ranges(1000))
+    ranges = list(source_of(lambda: FORMS[form](made(500))).spans(1000))
     assert len(ranges) > 10
-    assert all(1000 <= each.size < 1200 for each in ranges[:-1])
+    assert all(1000 <= each.stop < 1200 for each in ranges[:-1])
 
 
 def test_what_is_only_read_in_order_goes_on_where_it_stands() -> None:
@@ -106,7 +106,7 @@ def differing(form: str) -> Callable[[], Any]:
 )
 def test_a_second_pass_that_differs_is_refused(form: str) -> None:
     source = source_of(differing(form))
-    (whole,) = source.ranges(1 << 20)
+    (whole,) = source.spans(1 << 20)
     assert (whole.first, whole.count) == (0, 9)
     with pytest.raises(DataError) as caught:
         source.read(whole)
@@ -117,7 +117,7 @@ def test_a_second_pass_that_differs_is_refused(form: str) -> None:
 def test_random_documents_by_number_are_refused() -> None:
     noise = random.Random(0)
     call: Callable[[], list[str]] = lambda: [str(noise.random()) for _ in range(9)]  # noqa: E731
-    (whole,) = source_of(call).ranges(1 << 20)
+    (whole,) = source_of(call).spans(1 << 20)
     with pytest.raises(DataError, match="seed within the function"):
         source_of(call).read(whole)
 
@@ -172,7 +172,7 @@ def test_a_document_that_fails_is_named_by_its_number(
 def test_sources_as_tfds_and_grain_have_them_are_read() -> None:
     source = source_of(lambda: Texts(lambda: "plain"))
     assert source.length == 9
-    (whole,) = source.ranges(1 << 20)
+    (whole,) = source.spans(1 << 20)
     documents = source.read(whole)
     assert [document.text for document in documents[1:5]] == ["é 1", "é 2", "plain", "é 4"]
     assert documents[2].metadata == {"label": 2, "ids": [0, 1]}
@@ -191,14 +191,14 @@ def test_a_pass_can_be_stopped() -> None:
             yield "on and on"
 
     with cancelled_by(StopAtLook(5)), pytest.raises(Interrupted):
-        list(source_of(endless).ranges(1 << 20))
-    assert sum(each.count for each in source_of(endless).ranges(50, max_docs=20)) == 20
+        list(source_of(endless).spans(1 << 20))
+    assert sum(each.count for each in source_of(endless).spans(50, max_docs=20)) == 20
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_has_no_ranges(form: str) -> None:
     source = source_of(lambda: FORMS[form](made(0)))
-    assert list(source.ranges(100)) == []
+    assert list(source.spans(100)) == []
     assert source.sample() == ([], 0)
 
 

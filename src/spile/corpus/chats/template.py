@@ -186,7 +186,6 @@ def read_template(
     *,
     system: str | None = None,
     generation_prompt: bool = False,
-    date: datetime.date | None = None,
 ) -> ChatTemplate:
     """Read a model's chat template, or the one in a given file.
 
@@ -206,7 +205,6 @@ def read_template(
         tokens=_special_tokens(settings),
         system=system,
         generation_prompt=generation_prompt,
-        date=date,
     )
 
 

@@ -12,13 +12,7 @@ from spile.corpus.chats.rows import Chats, Pairs, of_program
 from spile.corpus.documents import CorpusDocument
 from spile.corpus.formats.contract import CorpusFile, CorpusFormat, UnitBuilder
 from spile.corpus.formats.token_ids import TokenIds
-from spile.corpus.programs.program import (
-    Program,
-    ProgramDocument,
-    ProgramSource,
-    Range,
-    is_program,
-)
+from spile.corpus.programs.program import Program, ProgramDocument, ProgramSource, is_program
 from spile.corpus.select import FILTERED
 
 
@@ -47,13 +41,11 @@ class ProgramFormat(CorpusFormat):
         return program.open(self.options.text_column, messages, pair)
 
     def cut(self, builder: UnitBuilder, first: int, byte: int) -> None:
-        for part in self._source.ranges(builder.unit_bytes, builder.max_docs):
-            span = Span(self.number, part.first, part.count, 0, part.size, part.digest)
-            builder.add(span, part.size)
+        for span in self._source.spans(builder.unit_bytes, builder.max_docs):
+            builder.add(replace(span, file=self.number), span.stop)
 
     def read(self, span: Span) -> Iterator[CorpusDocument]:
-        documents = self._source.read(Range(span.first, span.count, span.stop, span.digest))
-        for number, each in enumerate(documents, span.first):
+        for number, each in enumerate(self._source.read(span), span.first):
             yield self._document(f"{self.file.path} document {number}", each)
 
     def sample(self) -> tuple[Iterable[CorpusDocument], int]:

@@ -38,6 +38,7 @@ from spile.core.errors import ConfigError, DataError, InputError, SpileError
 from spile.core.identity import full_digest
 from spile.core.index import ROLES
 from spile.core.threads import cancellation
+from spile.core.units import Span
 from spile.objects.hub.names import BUILT
 
 _DEFAULT = "create_dataset"
@@ -81,13 +82,6 @@ class ProgramDocument:
     messages: tuple[Mapping[str, Any], ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     pair: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-    @property
-    def roles(self) -> tuple[tuple[int, int, str], ...]:
-        """The speaker of each range of the text: start, stop and role of each segment."""
-        stops = list(itertools.accumulate(len(text) for _, text in self.segments))
-        places = zip([0, *stops], stops, self.segments, strict=False)
-        return tuple((start, stop, role) for start, stop, (role, _) in places)
 
     def canonical(self) -> bytes:
         """Return the whole document in canonical form, for hashes and sizes."""
@@ -239,16 +233,6 @@ def clean(where: str, value: Any, depth: int = 0) -> Any:
             )
 
 
-@dataclass(frozen=True)
-class Range:
-    """Consecutive documents: about `size` bytes of them, and a hash that identifies them."""
-
-    first: int
-    count: int
-    size: int
-    digest: str
-
-
 class ProgramSource:
     """An opened program's documents, numbered from 0.
 
@@ -316,11 +300,11 @@ class ProgramSource:
                 break
         return documents, size
 
-    def ranges(self, size: int, max_docs: int | None = None) -> Iterator[Range]:
-        """Yield all documents in ranges of about `size` bytes each.
+    def spans(self, size: int, max_docs: int | None = None) -> Iterator[Span]:
+        """Yield all documents in spans of about `size` bytes each; `stop` is the size of a span.
 
         If documents can only be read in order, this takes a whole pass, in which each is hashed.
-        Otherwise only the first and the last of a range are hashed, and sizes are estimated from a
+        Otherwise only the first and the last of a span are hashed, and sizes are estimated from a
         sample.
         """
         if self.length is None:
@@ -333,15 +317,15 @@ class ProgramSource:
         for first in range(0, stop, step):
             cancellation().check()
             part = self.part(first, min(step, stop - first))
-            yield replace(part, size=part.count * each)
+            yield replace(part, stop=part.count * each)
 
-    def part(self, first: int, count: int) -> Range:
-        """Return the range of `count` documents from `first` on; its size is not known."""
+    def part(self, first: int, count: int) -> Span:
+        """Return the span of `count` documents from `first` on; its size is not known."""
         ends = [self._document(first), self._document(first + count - 1)]
-        return Range(first, count, 0, digest_of(ends))
+        return Span(0, first, count, digest=digest_of(ends))
 
-    def read(self, wanted: Range) -> list[ProgramDocument]:
-        """Return the documents of a range; raise DataError if they have changed since."""
+    def read(self, wanted: Span) -> list[ProgramDocument]:
+        """Return the documents of a span; raise DataError if they have changed since."""
         documents = list(itertools.islice(self.documents(wanted.first), wanted.count))
         hashed = documents if self.length is None else [*documents[:1], *documents[-1:]]
         if len(documents) != wanted.count or digest_of(hashed) != wanted.digest:
@@ -391,18 +375,18 @@ class ProgramSource:
     def _where(self, number: int) -> str:
         return f"{self.name}: document {number}"
 
-    def _counted(self, size: int, max_docs: int | None) -> Iterator[Range]:
+    def _counted(self, size: int, max_docs: int | None) -> Iterator[Span]:
         first = count = reached = 0
         digest = xxhash.xxh3_128()
         for document in itertools.islice(self.documents(0), max_docs):
             cancellation().check()
             count, reached = count + 1, reached + hash_into(digest, document)
             if reached >= size:
-                yield Range(first, count, reached, digest.hexdigest())
+                yield Span(0, first, count, 0, reached, digest.hexdigest())
                 first, count, reached = first + count, 0, 0
                 digest = xxhash.xxh3_128()
         if count:
-            yield Range(first, count, reached, digest.hexdigest())
+            yield Span(0, first, count, 0, reached, digest.hexdigest())
 
 
 def _by_number(given: Any) -> bool:

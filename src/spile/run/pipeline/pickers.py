@@ -50,16 +50,10 @@ class UnitShare:
 
     def next_of(self, free: Sequence[int], units: int) -> int | None:
         """Return the next of the free units, which are in order; `units`: the number in all."""
-        owned: dict[int, list[int]] = {}
-        for unit in free:
-            owned.setdefault(self._owner(unit, units), []).append(unit)
-        if self.index in owned:
-            return owned[self.index][0]
-        if not owned:
-            return None
-        # Helpers of equally busy shares choose different ones.
-        _, _, busiest = min((-len(u), (o - self.index) % self.count, o) for o, u in owned.items())
-        return owned[busiest][-1]
+        own = [unit for unit in free if self._owner(unit, units) == self.index]
+        if own or not free:
+            return own[0] if own else None
+        return self._to_help({unit: self._owner(unit, units) for unit in free})
 
     def groups(self, layout: KeyLayout, units: int) -> range:
         """Return the groups in which this share has units."""
@@ -68,12 +62,15 @@ class UnitShare:
 
     def nearest(self, groups: Sequence[int], layout: KeyLayout, units: int) -> int:
         """Return the group to help in, of some outside this share: the busiest share's last."""
-        owned: dict[int, list[int]] = {}
-        for group in groups:
-            owner = self._owner(layout.units_of(group, units)[0], units)
-            owned.setdefault(owner, []).append(group)
-        _, _, busiest = min((-len(g), (o - self.index) % self.count, o) for o, g in owned.items())
-        return owned[busiest][-1]
+        firsts = {group: layout.units_of(group, units)[0] for group in groups}
+        return self._to_help({group: self._owner(unit, units) for group, unit in firsts.items()})
+
+    def _to_help(self, owners: Mapping[int, int]) -> int:
+        """Return the last of some units or groups that belongs to the busiest share."""
+        owned = Counter(owners.values())
+        # Helpers of equally busy shares choose different ones.
+        busiest = min(owned, key=lambda share: (-owned[share], (share - self.index) % self.count))
+        return [each for each, owner in owners.items() if owner == busiest][-1]
 
     def _owner(self, unit: int, units: int) -> int:
         # Share i holds units from i * units // count up to those of the next.

@@ -72,25 +72,18 @@ class SweepOptions:
     waited: Callable[[float], None] = lambda seconds: None
 
 
-@dataclass(frozen=True)
-class _Slots:
-    """The taps of one stage, numbered, so that stages of a kind are one program."""
+def _renamed(
+    taps: Sequence[Tap], given: Mapping[str, Any], *, back: bool = False
+) -> dict[str, Any]:
+    """Rename values from the stored names of a stage's taps to their numbers, or back.
 
-    taps: tuple[Tap, ...]  # as they are stored
-    local: tuple[Tap, ...]  # as the stage computes them, without their layer
-
-    @classmethod
-    def of(cls, taps: Sequence[Tap]) -> "_Slots":
-        return cls(tuple(taps), tuple(map(of_any_block, taps)))
-
-    def renamed(self, given: Mapping[str, Any], *, back: bool = False) -> dict[str, Any]:
-        """Rename values from stored names to slot numbers, or back; leave out other stages'."""
-        names: dict[str, str] = {}
-        for number, tap in enumerate(self.taps):
-            slot = str(number)
-            for ours, theirs in zip(_stored_names(slot), _stored_names(tap.name), strict=True):
-                names |= {ours: theirs} if back else {theirs: ours}
-        return {names[name]: value for name, value in given.items() if name in names}
+    Numbered, so that stages of a kind are one program. Other stages' values are left out.
+    """
+    names: dict[str, str] = {}
+    for number, tap in enumerate(taps):
+        for ours, theirs in zip(_stored_names(str(number)), _stored_names(tap.name), strict=True):
+            names |= {ours: theirs} if back else {theirs: ours}
+    return {names[name]: value for name, value in given.items() if name in names}
 
 
 def _stored_names(tap: str) -> list[str]:
@@ -103,11 +96,16 @@ def _stored_names(tap: str) -> list[str]:
 class _SweptStage:
     """One stage of a sweep: its taps and splices, and the arrays that they need."""
 
-    slots: _Slots
+    taps: tuple[Tap, ...]  # as they are stored; their places are their slots
     stage: Stage
     ends: bool  # nothing reads the stream that leaves it
     encoders: Mapping[str, SparseEncoder]  # by slot
     extras: Extras  # by slot
+
+    @cached_property
+    def local(self) -> tuple[Tap, ...]:
+        """The taps as the stage computes them, without their layer."""
+        return tuple(map(of_any_block, self.taps))
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
@@ -116,7 +114,7 @@ class _SweptStage:
         return (
             self.stage,
             self.ends,
-            self.slots.local,
+            self.local,
             tuple(self.encoders.items()),
             jax.tree.structure(changes),
             tuple(array.shape for array in jax.tree.leaves(changes)),
@@ -130,7 +128,7 @@ class _SweptStage:
         small array that is ready when the others are: a stream cannot be waited for once the next
         stage has taken its memory.
         """
-        taps = {str(number): tap for number, tap in enumerate(self.slots.local)}
+        taps = {str(number): tap for number, tap in enumerate(self.local)}
 
         def run(
             weights: WeightArrays, extras: Extras, stream: Any, beside: Beside, inputs: StepInputs
@@ -207,17 +205,17 @@ class Sweep:
         whole = needs_whole_block(settings.taps, depth)
         stages: dict[int, _SweptStage] = {}
         for number, kind in enumerate(self._kinds, -1):
-            slots = _Slots.of(tapped[number])
+            taps = tuple(tapped[number])
             own = Extras(
-                slots.renamed(extras.scales),
-                slots.renamed(extras.encoders),
+                _renamed(taps, extras.scales),
+                _renamed(taps, extras.encoders),
                 tuple(changes[tap] for tap in spliced[number]),
             )
-            local = tuple(dict.fromkeys(slots.local))
+            local = tuple(dict.fromkeys(map(of_any_block, taps)))
             stage = Stage(kind, local, tuple(map(of_any_block, spliced[number])), scores_all)
             ends = number == depth - 1 and isinstance(kind, Layer) and not whole
-            encoders = slots.renamed(settings.encoders)
-            stages[number] = _SweptStage(slots, stage, ends, encoders, own)
+            encoders = _renamed(taps, settings.encoders)
+            stages[number] = _SweptStage(taps, stage, ends, encoders, own)
         return stages
 
     # -- a sweep -----------------------------------------------------------------------------------
@@ -236,7 +234,7 @@ class Sweep:
 
     def _swept_over(self, batch: Batch) -> list[_SweptBatch]:
         model, options = self._ready, self._options
-        last = self._stages[self._depth].slots.taps
+        last = self._stages[self._depth].taps
         kinds = self._kinds if last else self._kinds[:-1]
         batches = map(self._put, self._parts(batch))
         swept = walk(kinds, model, batches, self._run, self._spilled, options.cancellation)
@@ -271,8 +269,8 @@ class Sweep:
             found = programs.compact(rows, each.kept), reduced
             if self._place.host is not None:
                 found = jax.device_put(found, self._place.host)
-            each.rows |= stage.slots.renamed(found[0], back=True)
-            each.reduced |= stage.slots.renamed(found[1], back=True)
+            each.rows |= _renamed(stage.taps, found[0], back=True)
+            each.reduced |= _renamed(stage.taps, found[1], back=True)
         return stream, onward, done
 
     def _parts(self, batch: Batch) -> list[Batch]:
