@@ -27,7 +27,6 @@ EXEMPT = {
     "dataset/read/window.py": "dataset/read/test_batches.py",
     "fleet/ray/driver.py": "chaos/test_ray.py",
     "models/config/family.py": "models/config/test_families.py",
-    "models/config/hf_keys.py": "models/config/test_hf_config.py",
     "models/config/hf_layers.py": "models/config/test_hf_config.py",
     **{
         f"models/config/rows/{name}.py": "models/config/test_families.py"

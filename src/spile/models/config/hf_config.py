@@ -23,8 +23,13 @@ from spile.models.config.arch import (
 )
 from spile.models.config.families import FAMILIES, REFUSED
 from spile.models.config.family import Family
-from spile.models.config.hf_keys import KINDS, ConfigKeys, are_kinds
-from spile.models.config.hf_layers import read_layers, with_own_sizes
+from spile.models.config.hf_layers import (
+    KINDS,
+    ConfigKeys,
+    are_kinds,
+    read_layers,
+    with_own_sizes,
+)
 from spile.models.config.rope import Rope, positive
 
 ACTIVATIONS = (
@@ -240,7 +245,7 @@ def _slopes(heads: int) -> tuple[float, ...]:
 
 def _delta(config: ConfigKeys) -> GatedDelta | None:
     """The sizes of the gated delta rule, if the family has such layers."""
-    constants, where = config.family.delta, config.where
+    constants = config.family.delta
     if constants is None:
         return None
     heads, width = config.number("num_attention_heads"), config.number("hidden_size")
@@ -249,9 +254,8 @@ def _delta(config: ConfigKeys) -> GatedDelta | None:
     dim = config.number("linear_key_head_dim", 3 * width // (4 * keys) or 1)
     kernel = _kernel(config, "linear_conv_kernel_dim")
     if values % keys:
-        raise InputError(
-            f"{where}: linear_num_value_heads {values} is not a multiple of "
-            f"linear_num_key_heads {keys}"
+        raise config.error(
+            f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}"
         )
     turns = "linear_allow_neg_eigval" in config.family.reads
     delta = GatedDelta(
@@ -268,7 +272,7 @@ def _delta(config: ConfigKeys) -> GatedDelta | None:
 
 def _state_space(config: ConfigKeys) -> StateSpace | None:
     """The sizes of the state space, if the family has such layers."""
-    constants, reads, where = config.family.state_space, config.family.reads, config.where
+    constants, reads = config.family.state_space, config.family.reads
     if constants is None:
         return None
     heads, groups = config.number("ssm_heads"), config.number("ssm_groups")
@@ -279,8 +283,8 @@ def _state_space(config: ConfigKeys) -> StateSpace | None:
         inner = config.number("ssm_inner")
     dim = config.number("ssm_head_dim") if named or inner is None else inner // heads
     if heads % groups or (inner is not None and heads * dim != inner):
-        raise InputError(
-            f"{where}: {heads} heads of {dim} channels, in {groups} groups, are not the {inner} "
+        raise config.error(
+            f"{heads} heads of {dim} channels, in {groups} groups, are not the {inner} "
             "channels of the state space"
         )
     space = StateSpace(
@@ -305,7 +309,7 @@ def _state_space(config: ConfigKeys) -> StateSpace | None:
 def _kernel(config: ConfigKeys, key: str) -> int:
     kernel = config.number(key)
     if kernel > _MOST_KERNEL:
-        raise InputError(f"{config.where}: {key} must be at most {_MOST_KERNEL}, got {kernel}")
+        raise config.error(f"{key} must be at most {_MOST_KERNEL}, got {kernel}")
     return kernel
 
 
@@ -321,9 +325,7 @@ def _step_limits(config: ConfigKeys) -> dict[str, float | None]:
     limits = [math.inf if limit == written else limit for limit in limits]
     numbers = all(isinstance(limit, int | float) and limit >= 0 for limit in limits)
     if len(limits) != 2 or not numbers or limits[0] > limits[1]:
-        raise InputError(
-            f"{config.where}: time_step_limit must be two ascending numbers, got {given!r}"
-        )
+        raise config.error(f"time_step_limit must be two ascending numbers, got {given!r}")
     least, most = map(float, limits)
     return {"least_step": least, "most_step": most if math.isfinite(most) else None}
 
@@ -344,7 +346,7 @@ def _amounts(config: ConfigKeys, key: str, count: int) -> tuple[float, ...]:
     if given is None:
         return (1.0,) * count
     if not isinstance(given, list) or len(given) != count:
-        raise InputError(f"{config.where}: {key} must be a list of {count} numbers, got {given!r}")
+        raise config.error(f"{key} must be a list of {count} numbers, got {given!r}")
     return tuple(positive(each, key, config.where) for each in given)
 
 
@@ -359,9 +361,7 @@ def _activation(config: ConfigKeys, key: str) -> str:
     family = config.family
     name = config.get(key, "silu")
     if name not in (*ACTIVATIONS, *family.activations):
-        raise InputError(
-            f"{config.where}: {key} {name!r} is not supported (known: {', '.join(ACTIVATIONS)})"
-        )
+        raise config.error(f"{key} {name!r} is not supported (known: {', '.join(ACTIVATIONS)})")
     return name
 
 
@@ -417,22 +417,19 @@ def _experts(config: ConfigKeys) -> Experts:
         **config.family.experts,
     )
     if experts.margin is not None and experts.chosen != 2:
-        raise InputError(
-            f"{config.where}: num_experts_per_tok must be 2 for {config.family.name}, got "
-            f"{experts.chosen}"
+        raise config.error(
+            f"num_experts_per_tok must be 2 for {config.family.name}, got {experts.chosen}"
         )
     if experts.chosen > experts.count:
-        raise InputError(
-            f"{config.where}: num_experts_per_tok {experts.chosen} of {experts.count} experts"
-        )
+        raise config.error(f"num_experts_per_tok {experts.chosen} of {experts.count} experts")
     in_group, left = divmod(experts.count, experts.groups)
     if left or not experts.chosen <= in_group * experts.chosen_groups <= experts.count:
-        raise InputError(
-            f"{config.where}: {experts.chosen} of {experts.count} experts cannot be chosen from "
+        raise config.error(
+            f"{experts.chosen} of {experts.count} experts cannot be chosen from "
             f"topk_group {experts.chosen_groups} of n_group {experts.groups}"
         )
     if experts.groups > 1 and in_group < experts.group_best:
-        raise InputError(f"{config.where}: n_group {experts.groups} leaves one expert in a group")
+        raise config.error(f"n_group {experts.groups} leaves one expert in a group")
     return experts
 
 
@@ -442,7 +439,7 @@ def _ropes(config: ConfigKeys, head_dim: int) -> tuple[Rope, ...]:
     parameters, scaling = config.get("rope_parameters"), config.get("rope_scaling")
     parameters = parameters or family.defaults.get("rope_parameters")
     if parameters and scaling and parameters != scaling:
-        raise InputError(f"{where}: rope_parameters and rope_scaling are both given")
+        raise config.error("rope_parameters and rope_scaling are both given")
     theta = config.get("rope_theta", 10000.0)
     if isinstance(parameters, Mapping):
         given = cast("Mapping[str, Any]", parameters)
@@ -473,7 +470,7 @@ def _ropes(config: ConfigKeys, head_dim: int) -> tuple[Rope, ...]:
         local = config.get("rope_local_base_freq" if own else "rope_theta")
         nested: Json = parameters or {}
         if not isinstance(nested, Mapping) or set(nested) - set(KINDS):
-            raise InputError(f"{where}: rope_parameters must be given for {', '.join(KINDS)}")
+            raise config.error(f"rope_parameters must be given for {', '.join(KINDS)}")
         every = [
             {**common, "rope_parameters": nested.get("full_attention")},
             {"rope_parameters": nested.get("sliding_attention"), "rope_theta": local},
@@ -481,7 +478,7 @@ def _ropes(config: ConfigKeys, head_dim: int) -> tuple[Rope, ...]:
     ropes = tuple(Rope.from_config(each, where, default_theta=10000.0) for each in every)
     partial = {"partial_rotary_factor", "rotary_dim"} & set(family.reads)
     if not partial and any(r.fraction != 1 and r.kind != "proportional" for r in ropes):
-        raise InputError(f"{where}: partial_rotary_factor is not supported for {family.name}")
+        raise config.error(f"partial_rotary_factor is not supported for {family.name}")
     return ropes
 
 
@@ -505,7 +502,7 @@ def _with_alpha(given: Any, theta: Any, head_dim: int, where: str) -> Any:
 
 
 def _refuse_unknown(config: ConfigKeys) -> None:
-    family, where = config.family, config.where
+    family = config.family
     harmless = {**_HARMLESS, **family.harmless, **family.when}
     for key, other in family.equal.items():
         if config.values.get(key) is not None:
@@ -515,14 +512,13 @@ def _refuse_unknown(config: ConfigKeys) -> None:
             continue
         if key in harmless:
             if value not in harmless[key] and not _decoded(key, value, family):
-                raise InputError(f"{where}: {key} = {value!r} is not supported for {family.name}")
+                raise config.error(f"{key} = {value!r} is not supported for {family.name}")
         elif key == "layer_types":
             if value is not None and not are_kinds(value, KINDS[:1]):
-                raise InputError(f"{where}: sliding layer_types are not supported "
-                        f"for {family.name}")  # fmt: skip
+                raise config.error(f"sliding layer_types are not supported for {family.name}")
         else:
-            raise InputError(
-                f"{where}: unknown config key {key!r}; it may change the model's activations, "
+            raise config.error(
+                f"unknown config key {key!r}; it may change the model's activations, "
                 f"so it must be listed in models/config/rows as read or ignored first"
             )
 

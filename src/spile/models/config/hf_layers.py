@@ -1,4 +1,8 @@
-"""The layers of a model, from its `config.json`: mixer, window, rotary setting, MLP of each."""
+"""The keys of a `config.json`, and the layers that they describe.
+
+Keys are read through the row of their family: spellings, defaults, types. A layer has a mixer, a
+window, a rotary setting and an MLP.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -7,8 +11,11 @@ from typing import Any, cast
 from spile.core.bounded_json import Json
 from spile.core.errors import InputError
 from spile.models.config.arch import Layer
-from spile.models.config.hf_keys import KINDS, MOST, ConfigKeys, are_kinds
+from spile.models.config.family import Family
+from spile.models.config.rope import positive
 
+KINDS = ("full_attention", "sliding_attention")
+_MOST = 1 << 31  # larger than any number in a model: a config is untrusted
 _LINEAR = "linear_attention"  # layers that mix tokens by the gated delta rule, or a state space
 # Other spellings of kinds of layers, in lists and in patterns.
 _SPELLED = {
@@ -16,6 +23,56 @@ _SPELLED = {
 }  # fmt: skip
 _MOST_LAYERS = 4096  # they are listed one by one
 _CHUNKED = "chunked_attention"
+
+
+class ConfigKeys:
+    """A config that records which of its keys are read."""
+
+    def __init__(self, values: Mapping[str, Any], family: Family, where: str) -> None:
+        self.values, self.family, self.where = values, family, where
+        self.seen: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A key by its usual name, or the default of transformers if it is missing."""
+        spelled = self.family.keys.get(key, key)
+        names = (spelled,) if isinstance(spelled, str) else spelled
+        self.seen.update(names)
+        written = (self.values[name] for name in names if name in self.values)
+        return next(written, self.family.defaults.get(key, default))
+
+    def error(self, problem: str) -> InputError:
+        return InputError(f"{self.where}: {problem}")
+
+    def extra(self, key: str) -> Any:
+        """A key that only some families read; the others refuse it."""
+        return self.get(key) if key in self.family.reads else self.family.defaults.get(key)
+
+    def number(self, key: str, default: int | None = None) -> int:
+        value = self.get(key)
+        value = default if value is None else value
+        if type(value) is not int or not 0 < value < _MOST:
+            raise self.error(f"{key} must be a positive number, got {value!r}")
+        return value
+
+    def whole(self, key: str) -> int:
+        value = self.get(key)
+        if type(value) is not int or not 0 <= value < _MOST:
+            raise self.error(f"{key} must be a number from 0, got {value!r}")
+        return value
+
+    def switch(self, key: str) -> bool:
+        value = self.get(key)
+        if value is not None and type(value) is not bool:
+            raise self.error(f"{key} must be true or false, got {value!r}")
+        return bool(value)
+
+    def amount(self, key: str) -> float | None:
+        value = self.extra(key)
+        return None if value is None else positive(value, key, self.where)
+
+
+def are_kinds(given: Any, kinds: tuple[Any, ...]) -> bool:
+    return isinstance(given, list) and all(kind in kinds for kind in cast("list[Any]", given))
 
 
 def read_layers(config: ConfigKeys, ropes: int) -> tuple[Layer, ...]:
@@ -26,24 +83,22 @@ def read_layers(config: ConfigKeys, ropes: int) -> tuple[Layer, ...]:
     count = config.number("num_hidden_layers", written)
     window = None if rule == "never" else config.extra("sliding_window")
     if count > _MOST_LAYERS:
-        raise InputError(f"{config.where}: num_hidden_layers must be at most {_MOST_LAYERS}")
+        raise config.error(f"num_hidden_layers must be at most {_MOST_LAYERS}")
     if config.family.kinds:
         return _hybrid_layers(config, count)
     if "attention_chunk_size" in config.family.reads:
         return _chunked_layers(config, count)
     if "use_sliding_window" in config.family.reads and not config.switch("use_sliding_window"):
         window = None
-    if window is not None and (type(window) is not int or not 0 < window < MOST):
-        raise InputError(f"{config.where}: sliding_window must be a positive number or null")
+    if window is not None and (type(window) is not int or not 0 < window < _MOST):
+        raise config.error("sliding_window must be a positive number or null")
     given = config.extra("layer_types") if "layer_types" in config.family.reads else None
     rule = "never" if given is not None else rule
     first, pattern = config.extra("max_window_layers"), config.extra("sliding_window_pattern")
     if rule in ("upper", "lower") and (type(first) is not int or first < 0):
-        raise InputError(f"{config.where}: max_window_layers must be a number, got {first!r}")
+        raise config.error(f"max_window_layers must be a number, got {first!r}")
     if rule == "pattern" and (type(pattern) is not int or pattern < 1):
-        raise InputError(
-            f"{config.where}: sliding_window_pattern must be a positive number, got {pattern!r}"
-        )
+        raise config.error(f"sliding_window_pattern must be a positive number, got {pattern!r}")
     rules: dict[str, Callable[[int], bool]] = {
         "never": lambda i: False,
         "always": lambda i: window is not None,
@@ -60,12 +115,10 @@ def read_layers(config: ConfigKeys, ropes: int) -> tuple[Layer, ...]:
     kinds = [KINDS[slides(i)] for i in range(count)]
     if given is not None:
         if not are_kinds(given, KINDS) or len(given) != count:
-            raise InputError(
-                f"{config.where}: layer_types must say {' or '.join(KINDS)} for each layer"
-            )
+            raise config.error(f"layer_types must say {' or '.join(KINDS)} for each layer")
         kinds = list(given)
     if KINDS[1] in kinds and window is None:
-        raise InputError(f"{config.where}: sliding layers, but no sliding_window")
+        raise config.error("sliding layers, but no sliding_window")
     if config.family.full_unrotated and window is not None:
         rotated = [kind == KINDS[1] for kind in kinds]
     slid = Layer(window, ropes - 1 if ropes else 0)
@@ -80,14 +133,13 @@ def with_own_sizes(config: ConfigKeys, layers: tuple[Layer, ...]) -> tuple[Layer
     """Layers with heads and MLPs of their own sizes, and those that borrow keys and values."""
     if "per_layer_config" not in config.family.reads:
         return layers
-    where, last = config.where, layers[-1]
-    if last.window is not None:
-        raise InputError(f"{where}: layer_types must end in {KINDS[0]}")
+    if layers[-1].window is not None:
+        raise config.error(f"layer_types must end in {KINDS[0]}")
     borrowing, alike = config.whole("num_kv_shared_layers"), config.switch("attention_k_eq_v")
     first = len(layers) - borrowing
     if not {layer.window for layer in layers} <= {layer.window for layer in layers[:first]}:
-        raise InputError(
-            f"{where}: num_kv_shared_layers {borrowing} leaves no layer of each kind whose keys "
+        raise config.error(
+            f"num_kv_shared_layers {borrowing} leaves no layer of each kind whose keys "
             "and values the others share"
         )
     sizes = _sizes_by_layer(config, layers, alike)
@@ -112,7 +164,7 @@ def _sizes_by_layer(
 
     Full layers have them, by two keys or layer by layer, as transformers writes it.
     """
-    names, where = {"head_dim": "head_dim", "num_key_value_heads": "kv_heads"}, config.where
+    names = {"head_dim": "head_dim", "num_key_value_heads": "kv_heads"}
     wide = {"head_dim": config.number("global_head_dim")}
     if config.get("num_global_key_value_heads") is not None and alike:
         wide["num_key_value_heads"] = config.number("num_global_key_value_heads")
@@ -126,11 +178,11 @@ def _sizes_by_layer(
     found: Any = every[0] if every else {}
     sizes = cast("Mapping[str, Any]", found if isinstance(found, Mapping) else {"": found})
     known = set(sizes) <= set(names) and all(
-        type(size) is int and 0 < size < MOST for size in sizes.values()
+        type(size) is int and 0 < size < _MOST for size in sizes.values()
     )
     if not known or set(written) not in ({*full}, set()) or every[1:] != every[:-1]:
-        raise InputError(
-            f"{where}: per_layer_config must give the same head_dim and num_key_value_heads for "
+        raise config.error(
+            f"per_layer_config must give the same head_dim and num_key_value_heads for "
             f"each {KINDS[0]} layer, and nothing for others"
         )
     own = {names[name]: size for name, size in sizes.items()}
@@ -152,8 +204,8 @@ def _listed(config: ConfigKeys, count: int) -> list[bool]:
             break
         kinds += pair[0][: count + 1] * min(pair[1], count + 1)
     if len(kinds) != count:
-        raise InputError(
-            f"{config.where}: attention_types must say global or local for each layer, as in "
+        raise config.error(
+            f"attention_types must say global or local for each layer, as in "
             f'[[["global", "local"], {count // 2}]]'
         )
     return [kind == "local" for kind in kinds]
@@ -167,9 +219,8 @@ def _hybrid_layers(config: ConfigKeys, count: int) -> tuple[Layer, ...]:
     if "hybrid_override_pattern" in reads:
         pattern = config.get("hybrid_override_pattern")
         if kinds is None and not isinstance(pattern, str):
-            raise InputError(
-                f"{config.where}: hybrid_override_pattern must have a letter for each layer, got "
-                f"{pattern!r}"
+            raise config.error(
+                f"hybrid_override_pattern must have a letter for each layer, got {pattern!r}"
             )
         kinds = list(pattern) if kinds is None else kinds
     attend: list[int] | None = None
@@ -179,13 +230,12 @@ def _hybrid_layers(config: ConfigKeys, count: int) -> tuple[Layer, ...]:
     numbers = tuple(range(family.first_listed, family.first_listed + count))
     if "attention_layers" in reads and (given := config.get("attention_layers")) is not None:
         if not are_kinds(given, numbers):
-            raise InputError(f"{config.where}: {given!r} is no list of the layers that attend")
+            raise config.error(f"{given!r} is no list of the layers that attend")
         attend = [number - family.first_listed for number in given]
         others = sorted({*numbers} - {*given})
         if "linear_layers" in reads and config.get("linear_layers") != others:
-            raise InputError(
-                f"{config.where}: {family.keys['linear_layers']} must be the layers that do not "
-                f"attend, {others}"
+            raise config.error(
+                f"{family.keys['linear_layers']} must be the layers that do not attend, {others}"
             )
     if kinds is None and attend is not None:
         (other,) = set(names) - {KINDS[0]}
@@ -196,9 +246,7 @@ def _hybrid_layers(config: ConfigKeys, count: int) -> tuple[Layer, ...]:
         written = cast("list[Any]", kinds)
         kinds = [_SPELLED.get(kind, kind) if isinstance(kind, str) else kind for kind in written]
     if not are_kinds(kinds, tuple(names)) or len(cast("list[Any]", kinds)) != count:
-        raise InputError(
-            f"{config.where}: layer_types must say {' or '.join(names)} for each layer"
-        )
+        raise config.error(f"layer_types must say {' or '.join(names)} for each layer")
     layers = [family.kinds[kind] for kind in cast("list[str]", kinds)]
     if any(kind.dense for kind in family.kinds.values()):
         return tuple(layers)
@@ -215,9 +263,7 @@ def _chunked_layers(config: ConfigKeys, count: int) -> tuple[Layer, ...]:
     given = config.get("layer_types")
     kinds: Any = by_rotation if given is None else given
     if not are_kinds(kinds, (KINDS[0], _CHUNKED)) or len(kinds) != count:
-        raise InputError(
-            f"{config.where}: layer_types must say {KINDS[0]} or {_CHUNKED} for each layer"
-        )
+        raise config.error(f"layer_types must say {KINDS[0]} or {_CHUNKED} for each layer")
     return tuple(
         Layer(rope=0 if turned else None, dense=dense, chunk=size if kind == _CHUNKED else None)
         for kind, turned, dense in zip(kinds, rotated, _dense(config, count), strict=True)
@@ -242,19 +288,17 @@ def _dense(config: ConfigKeys, count: int) -> list[bool]:
         step, given = config.number("interleave_moe_layer_step"), config.get("moe_layers")
         listed = list(range(step - 1, count, step)) if given is None else given
         if not are_kinds(listed, tuple(range(count))):
-            raise InputError(f"{config.where}: moe_layers must be a list of layers, got {given!r}")
+            raise config.error(f"moe_layers must be a list of layers, got {given!r}")
         return [i not in listed for i in range(count)]
     if "mlp_layer_types" in config.family.reads:
         if listed is None:
             return [i == 0 for i in range(count)]
         if not are_kinds(listed, ("dense", "sparse")) or len(listed) != count:
-            raise InputError(
-                f"{config.where}: mlp_layer_types must say dense or sparse for each layer"
-            )
+            raise config.error("mlp_layer_types must say dense or sparse for each layer")
         return [kind == "dense" for kind in listed]
     step, given = config.number("decoder_sparse_step"), config.get("mlp_only_layers")
     if given is not None and not isinstance(given, list):
-        raise InputError(f"{config.where}: mlp_only_layers must be a list of layers, got {given!r}")
+        raise config.error(f"mlp_only_layers must be a list of layers, got {given!r}")
     plain = cast("list[Any]", given or [])
     return [i in plain or (i + 1) % step != 0 for i in range(count)]
 
@@ -269,19 +313,18 @@ def _rotated(config: ConfigKeys, count: int) -> list[bool]:
     if given is None or given == []:
         return [(i + 1) % interval != 0 for i in range(count)]
     if not are_kinds(given, (0, 1)) or len(given) < count:
-        raise InputError(f"{config.where}: no_rope_layers must say 0 or 1 for each layer")
+        raise config.error("no_rope_layers must say 0 or 1 for each layer")
     return [bool(each) for each in given[:count]]
 
 
 def _rotated_by_theta(config: ConfigKeys, count: int) -> list[bool]:
-    """The same from a base for each layer, of which zero means none; others have one base."""
+    """Which layers rotate, from `layer_rope_theta`: 0 means not; the others share one value."""
     given = config.get("layer_rope_theta")
     if given is None:
         return [(count - 1 - i) % 4 != 0 for i in range(count)]
     bases = cast("list[Any]", given) if isinstance(given, list) else []
     if len(bases) != count or len({base for base in bases if base}) > 1:
-        raise InputError(
-            f"{config.where}: layer_rope_theta must be zero, or one and the same number, for each "
-            "layer"
+        raise config.error(
+            "layer_rope_theta must be zero, or one and the same number, for each layer"
         )
     return [bool(base) for base in bases]
