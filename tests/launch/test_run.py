@@ -8,14 +8,15 @@ import pytest
 
 from spile.core.errors import ConfigError
 from spile.launch.command import Result
-from spile.launch.flags import add_launch
+from spile.launch.flags import TARGETS, add_launch
 from spile.launch.gcloud import Gcloud
 from spile.launch.kubernetes import Kubernetes
 from spile.launch.local import Local
-from spile.launch.run import build_job, build_target, check_out, told
+from spile.launch.run import build_job, check_out, told
 from spile.launch.sky import Sky
 from spile.launch.slurm import Slurm
 from spile.launch.ssh import Ssh
+from spile.launch.target import LaunchTarget
 from support.launches import IMAGE
 
 
@@ -23,6 +24,10 @@ def parse(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_launch(parser)
     return parser.parse_args([*words])
+
+
+def built(arguments: argparse.Namespace) -> LaunchTarget:
+    return TARGETS[arguments.target].build(arguments)
 
 
 @pytest.mark.parametrize(
@@ -37,16 +42,16 @@ def parse(*words: str) -> argparse.Namespace:
     ],
 )
 def test_flags_make_the_target_that_they_name(words: list[str], kind: type[Any]) -> None:
-    assert isinstance(build_target(parse(*words)), kind)
+    assert isinstance(built(parse(*words)), kind)
 
 
 def test_hosts_are_read_from_a_file_and_one_that_is_missing_is_named(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("me@one\ntwo 10.0.0.2\n")
-    target = build_target(parse("ssh", "--hosts", str(hosts)))
+    target = built(parse("ssh", "--hosts", str(hosts)))
     assert isinstance(target, Ssh) and len(target.lines) == 2
     with pytest.raises(ConfigError, match="--hosts /none: No such file"):
-        build_target(parse("ssh", "--hosts", "/none"))
+        built(parse("ssh", "--hosts", "/none"))
 
 
 def test_a_job_takes_values_from_here_and_secrets_never_from_the_line() -> None:
@@ -97,7 +102,7 @@ def test_what_is_seen_again_is_not(words: list[str], out: str | None) -> None:
 def test_every_action_is_commands_that_nothing_has_run(action: str) -> None:
     arguments = parse("slurm") if action == "submit" else parse(action, "slurm")
     job = build_job(arguments, {})
-    assert build_target(arguments).commands(action, job, 5)
+    assert built(arguments).commands(action, job, 5)
 
 
 def test_hosts_are_reported_by_name_and_their_output_is_escaped() -> None:

@@ -31,9 +31,10 @@ def add_launch(verbs: Verbs) -> None:
 
 def launch(arguments: argparse.Namespace) -> None:
     from spile.launch.command import shown
-    from spile.launch.run import act, build_job, build_target, check, check_out, told
+    from spile.launch.flags import TARGETS
+    from spile.launch.run import act, build_job, check, check_out, told
 
-    action, target = arguments.action, build_target(arguments)
+    action, target = arguments.action, TARGETS[arguments.target].build(arguments)
     lines = getattr(arguments, "lines", 0)
     if action == "submit":
         if arguments.extract[:1] == ["extract"]:

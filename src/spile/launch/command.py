@@ -30,8 +30,9 @@ class Command:
     def __str__(self) -> str:
         """The command as one would type it in a shell."""
         if self.file is not None:
+            content = "\n".join(f"#   {line}" for line in self.file.splitlines())
             told = replace(self, file=None)
-            return f"# {FILE}, for this command only, mode 0600:\n{_indented(self.file)}\n{told}"
+            return f"# {FILE}, for this command only, mode 0600:\n{content}\n{told}"
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
         line = " ".join([*settings, shlex.join(self.argv)])
         if self.stdin is None:
@@ -105,7 +106,3 @@ def check_all(results: Sequence[Result], remedy: str) -> None:
         named = "; ".join(f"{r.where}: {r.said}" if r.where else r.said for r in failed)
         count = f"{len(failed)} of {len(results)} failed: " if len(results) > 1 else ""
         raise LaunchError(f"{count}{named}; {remedy}")
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"#   {line}" for line in text.splitlines())

@@ -70,13 +70,6 @@ def check_out(arguments: argparse.Namespace, out: str | None) -> None:
         )
 
 
-def build_target(arguments: argparse.Namespace) -> LaunchTarget:
-    """Raises:
-    ConfigError: if the flags do not make a target.
-    """
-    return TARGETS[arguments.target].build(arguments)
-
-
 def act(action: str, target: LaunchTarget, job: LaunchJob, lines: int) -> list[Result]:
     """Run an action on all hosts; for `status`, return a result for each host that answered."""
     results = target.act(action, job, lines)

@@ -153,6 +153,7 @@ def states(result: Result) -> list[State]:
 def _start_container(job: LaunchJob, seat: Seat) -> str:
     name, engine = _container(job, seat), shlex.join(job.engine())
     environment = job.environment(seat)
+    setup = f"{{\n{job.setup}\n}} >&2 </dev/null\n" if job.setup else ""
     line = job.container_run(tuple(environment), "--detach", f"--name={name}")
     return f"""\
 set -e
@@ -161,7 +162,7 @@ case "$({engine} inspect --format '{{{{.State.Status}}}}' {name} 2>/dev/null)" i
   '') ;;
   *) {engine} rm {name} >/dev/null ;;
 esac
-{exported(environment)}{_setup_of_host(job)}{shlex.join(line)} >/dev/null
+{exported(environment)}{setup}{shlex.join(line)} >/dev/null
 echo "started"
 """
 
@@ -185,10 +186,6 @@ trap '[ $? = 0 ] || echo "setup failed: $(tail -n 1 "$d/log")" >&2' EXIT
 }} >>"$d/log" 2>&1 </dev/null
 trap - EXIT
 """
-
-
-def _setup_of_host(job: LaunchJob) -> str:
-    return f"{{\n{job.setup}\n}} >&2 </dev/null\n" if job.setup else ""
 
 
 def _enter(job: LaunchJob) -> str:
