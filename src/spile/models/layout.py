@@ -21,18 +21,11 @@ DEFAULT_FSDP = 2
 
 # Logical axis -> mesh axis. Attention needs whole heads and the MLP its inner width: if one of them
 # cannot be cut, every device of the model axis computes all of it.
-_RULES = {
-    "heads": "model",
-    "kv_heads": "model",
-    "delta_heads": "model",
-    "ssm_heads": "model",
-    "ssm_groups": "model",
-    "channels": "model",
-    "experts": "model",
-    "mlp": "model",
-    "vocab": "model",
-    "width": "fsdp",
-}
+_ALONG_MODEL = (
+    "heads", "kv_heads", "delta_heads", "ssm_heads", "ssm_groups", "channels", "experts", "mlp",
+    "vocab",
+)  # fmt: skip
+_RULES = {**dict.fromkeys(_ALONG_MODEL, "model"), "width": "fsdp"}
 # Logical axes as messages name them.
 _TOLD = {
     "heads": "query heads",
@@ -165,18 +158,15 @@ def parse_layout(text: str, devices: int, processes: int, fsdp: int | None) -> L
     If devices do not divide as named, 3d falls back to 2d and 2d to 1d, and the reason is logged.
     """
     if text == "auto":
-        if fsdp is not None:
-            return _three(devices, processes, fsdp)
-        return None
+        return None if fsdp is None else _three(devices, processes, fsdp)
     if text == "1":
         if processes > 1 or fsdp is not None:
             raise ConfigError("--mesh 1 is one device of one process: without --fsdp, not joined")
         return Layout()
-    named = {"1d": _one, "2d": _two}
-    if text in named:
+    if text in ("1d", "2d"):
         if fsdp is not None:
             raise ConfigError(f"--fsdp goes with --mesh 3d, not {text}")
-        return named[text](devices, processes)
+        return Layout(model=devices) if text == "1d" else _two(devices, processes)
     if text == "3d":
         return _three(devices, processes, fsdp or DEFAULT_FSDP)
     return _explicit(text, devices, fsdp)
@@ -189,16 +179,12 @@ def devices_of(text: str) -> int | None:
     return math.prod(int(size) for size in re.findall(r"=(\d+)", text))
 
 
-def _one(devices: int, processes: int) -> Layout:
-    return Layout(model=devices)
-
-
 def _two(devices: int, processes: int) -> Layout:
     """Hosts by chips per host; a single host with eight or more chips is cut in two."""
     data = processes if processes > 1 else 1 + (devices >= 8)
     if devices % data:
         _log.info("mesh 2d: %d devices are not a multiple of %d; taking 1d", devices, data)
-        return _one(devices, processes)
+        return Layout(model=devices)
     return Layout(data=data, model=devices // data)
 
 

@@ -8,12 +8,13 @@ import json
 import uuid
 import zipfile
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from spile.interop.export.export_format import ExportFormat, check_hooks, library, write_json
+from spile.interop.export.export_format import ExportFormat, check_hooks, write_json
 from spile.interop.export.export_source import FILE_BYTES, ExportSource
 
 _METADATA = "metadata.json"
@@ -27,7 +28,7 @@ def split_evenly(contexts: int, most: int) -> tuple[int, int]:
 
 
 def _write(source: ExportSource, to: Path) -> int:
-    torch: Any = library("torch")
+    torch: Any = import_module("torch")
     widest = max(source.row_bytes(tap) for tap in source.taps)
     most = max(1, FILE_BYTES // (widest * source.context))
     files, each = split_evenly(source.contexts, most)

@@ -1,18 +1,14 @@
 """Description of a foreign format: what it can hold, how to write it, and how to count its rows."""
 
-import importlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from spile.core.errors import ConfigError
 from spile.interop.export.export_source import ExportSource
-
-
-def _anything(source: ExportSource) -> None:
-    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +29,7 @@ class ExportFormat:
     about: str
     write: Callable[[ExportSource, Path], int]
     count: Callable[[ExportSource, Path], Mapping[str, int]]
-    check: Callable[[ExportSource], None] = _anything
+    check: Callable[[ExportSource], None] = lambda source: None
     dtypes: tuple[str, ...] = ("float32", "float16")
     contexts: bool = False
     integers: bool = False
@@ -47,16 +43,11 @@ def check_hooks(source: ExportSource) -> None:
         raise ConfigError("two of the taps have one TransformerLens name; choose with --taps")
 
 
-def library(module: str) -> Any:
-    """Import a library that only some formats need."""
-    return importlib.import_module(module)
-
-
 def require(form: ExportFormat) -> None:
     """Refuse a format in one line if a library that it needs is missing."""
     for module, package in form.needs:
         try:
-            library(module)
+            import_module(module)
         except ImportError as error:
             raise ConfigError(
                 f"--to {form.name} needs {module}, which cannot be imported ({error}); "

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,15 @@ import numpy as np
 
 from spile.core.index import INDEX_DTYPE
 from spile.dataset.codec.documents import joined
-from spile.interop.export.export_format import ExportFormat, library
+from spile.interop.export.export_format import ExportFormat
 from spile.interop.export.export_source import ExportSource
 
 _FILE_BYTES = 1 << 30
 
 
 def _write(source: ExportSource, to: Path) -> int:
-    pa: Any = library("pyarrow")
-    pq: Any = library("pyarrow.parquet")
+    pa: Any = import_module("pyarrow")
+    pq: Any = import_module("pyarrow.parquet")
     row_bytes = source.row_bytes() + INDEX_DTYPE.itemsize
     schema = pa.schema(list(_fields(pa, source)), {"spile": json.dumps(source.about())})
     for number, (start, stop) in enumerate(source.windows(0, source.rows, row_bytes, _FILE_BYTES)):
@@ -91,7 +92,7 @@ def _readme(source: ExportSource) -> str:
 
 
 def _count(source: ExportSource, at: Path) -> Mapping[str, int]:
-    pq: Any = library("pyarrow.parquet")
+    pq: Any = import_module("pyarrow.parquet")
     rows = dict.fromkeys(source.taps, 0)
     for path in at.glob("rows-*.parquet"):
         with pq.ParquetFile(path) as file:

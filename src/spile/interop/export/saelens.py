@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from spile.core.errors import ConfigError
-from spile.interop.export.export_format import ExportFormat, check_hooks, library, write_json
+from spile.interop.export.export_format import ExportFormat, check_hooks, write_json
 from spile.interop.export.export_source import ExportSource
 
 _SHARD_BYTES = 500_000_000  # the size of HF datasets' own shards; its readers need less than 2 GB
@@ -16,7 +17,7 @@ _TOKENS = "token_ids"
 
 
 def _write(source: ExportSource, to: Path) -> int:
-    pa: Any = library("pyarrow")
+    pa: Any = import_module("pyarrow")
     features = _features(source)
     schema = _schema(pa, source, features)
     context_bytes = source.context * (source.row_bytes() + 4)
@@ -107,7 +108,7 @@ def _check(source: ExportSource) -> None:
 
 
 def _count(source: ExportSource, at: Path) -> Mapping[str, int]:
-    pa: Any = library("pyarrow")
+    pa: Any = import_module("pyarrow")
     rows = dict.fromkeys(source.taps, 0)
     for entry in json.loads((at / "state.json").read_bytes())["_data_files"]:
         with pa.memory_map(str(at / entry["filename"])) as file, pa.ipc.open_stream(file) as stream:

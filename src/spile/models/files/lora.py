@@ -43,22 +43,16 @@ _IGNORED = frozenset([
 
 # Values with which a key changes nothing; any other value needs code we do not have.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
-    "alora_invocation_tokens": (None, []),
-    "arrow_config": (None,),
+    **{f"{name}_config": (None,) for name in ("arrow", "kasa", "megatron", "monteclora", "velora")},
+    **dict.fromkeys(
+        ("ensure_weight_tying", "lora_bias", "use_bdlora", "use_dora", "use_qalora"), (False, None)
+    ),
+    **dict.fromkeys(
+        ("alora_invocation_tokens", "layer_replication", "modules_to_save", "target_parameters"),
+        (None, []),
+    ),
     "enable_lora": (None,),
-    "ensure_weight_tying": (False, None),
-    "kasa_config": (None,),
-    "layer_replication": (None, []),
-    "lora_bias": (False, None),
-    "megatron_config": (None,),
-    "modules_to_save": (None, []),
-    "monteclora_config": (None,),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None, [], {}),
-    "use_bdlora": (None, False),
-    "use_dora": (False, None),
-    "use_qalora": (False, None),
-    "velora_config": (None,),
 }
 
 # The initialisations that leave the base weights alone. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA
