@@ -8,7 +8,7 @@ import pytest
 
 from spile import cli
 from spile.cli import flags
-from spile.cli.flags import Parser, Verbs, add_options
+from spile.cli.flags import Parser, Verbs, add_options, count_of
 from spile.core.config import RayOptions, Recipe, Runtime, flag_of
 from spile.core.errors import ConfigError
 
@@ -89,3 +89,10 @@ def test_a_verb_of_other_tools_names_the_one_here(verb: str, meant: str) -> None
         PARSER.parse_args([verb, "acts"])
     with pytest.raises(SystemExit):
         PARSER.parse_args([meant, "--help"])
+
+
+def test_numbers_may_be_sizes() -> None:
+    assert count_of("--memory", "4GiB") == 4 << 30
+    assert count_of("--window", "65536") == 65536
+    with pytest.raises(ConfigError, match="--memory must be a number, or 1GiB or 500MB, got 'x'"):
+        count_of("--memory", "x")

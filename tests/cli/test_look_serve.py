@@ -17,7 +17,7 @@ def parsed(*words: str) -> argparse.Namespace:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (("--read", "much"), "--read must be a size such as 16GiB, got much"),
+        (("--read", "much"), "--read must be a size such as 16GiB, got 'much'"),
         (("--port", "65536"), "--port must be from 0 to 65535, got 65536"),
         (("--port", "-1"), "--port must be from 0 to 65535, got -1"),
         (("--token", "short"), "--token must be 16 letters"),

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spile.cli.flags import Verbs, switch
-from spile.core.config import Recipe, Runtime, parse_count
+from spile.cli.flags import Verbs, count_of, switch
+from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError, SpileError, printable
 from spile.core.humanize import plural, size
 from spile.objects import open_objects
@@ -405,16 +405,10 @@ def compact(arguments: argparse.Namespace) -> None:
     from spile.dataset.maintain.compact import compact
 
     runtime = Runtime(shard_bytes=arguments.shard_bytes)
-    try:
-        unit_bytes = parse_count(arguments.unit_bytes)
-    except ValueError:
-        raise ConfigError(
-            f"--unit-bytes must be 1GiB or 500MB, got {arguments.unit_bytes!r}"
-        ) from None
     made = compact(
         open_objects(arguments.out),
         open_objects(arguments.dest),
-        unit_bytes=unit_bytes,
+        unit_bytes=count_of("--unit-bytes", arguments.unit_bytes, "1GiB or 500MB"),
         shard_bytes=runtime.shard_bytes,
         compress=arguments.compress,
         taps=arguments.taps,

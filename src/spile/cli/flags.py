@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-from spile.core.config import RayOptions, Recipe, Runtime, flag_of
+from spile.core.config import RayOptions, Recipe, Runtime, flag_of, parse_count
 from spile.core.errors import ConfigError
 from spile.core.listening import ListenAddress
 from spile.models.sites import SITES
@@ -216,6 +216,14 @@ def switch(
 ) -> None:
     """Add a flag without a value: False unless given."""
     parser.add_argument(flag, action="store_true", help=help)
+
+
+def count_of(flag: str, text: str, wanted: str = "a number, or 1GiB or 500MB") -> int:
+    """Parse the value of a flag, such as 64k or 1GiB; `wanted` says what it must be."""
+    try:
+        return parse_count(text)
+    except ValueError:
+        raise ConfigError(f"{flag} must be {wanted}, got {text!r}") from None
 
 
 class _Joined(argparse.Action):

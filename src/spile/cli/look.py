@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from spile.cli.flags import Verbs, add_listening, listen_address, switch
+from spile.cli.flags import Verbs, add_listening, count_of, listen_address, switch
 from spile.cli.style import skipped
-from spile.core.config import parse_count
 from spile.core.errors import ConfigError
 from spile.core.humanize import compared, lasting, plural, short, size
 from spile.objects import open_objects
@@ -288,10 +287,7 @@ def serve(arguments: argparse.Namespace) -> None:
     from spile.serve.routes import Answers
     from spile.serve.server import Server
 
-    try:
-        most_bytes = parse_count(arguments.read)
-    except ValueError:
-        raise ConfigError(f"--read must be a size such as 16GiB, got {arguments.read}") from None
+    most_bytes = count_of("--read", arguments.read, "a size such as 16GiB")
     if arguments.token is not None and not re.fullmatch(r"[A-Za-z0-9_-]{16,}", arguments.token):
         raise ConfigError(
             "--token must be 16 letters, digits, - or _, or more; without it one is made"

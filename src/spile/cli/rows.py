@@ -8,9 +8,9 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from spile.cli.flags import Verbs, add_listening, listen_address, switch
-from spile.core.config import Runtime, parse_count
-from spile.core.errors import ConfigError, Interrupted, SpileError, printable
+from spile.cli.flags import Verbs, add_listening, count_of, listen_address, switch
+from spile.core.config import Runtime
+from spile.core.errors import Interrupted, SpileError, printable
 from spile.core.humanize import size
 from spile.objects import open_objects
 
@@ -48,7 +48,7 @@ def shuffle(arguments: argparse.Namespace) -> None:
         open_objects(arguments.out),
         open_objects(arguments.dest),
         seed=arguments.seed,
-        memory=_count("--memory", arguments.memory),
+        memory=count_of("--memory", arguments.memory),
         scratch=arguments.scratch,
         shard_bytes=runtime.shard_bytes,
         compress=arguments.compress,
@@ -130,8 +130,8 @@ def serve_rows(arguments: argparse.Namespace) -> int:
         arguments.batch_size,
         seed=arguments.seed,
         shuffle=None if arguments.shuffle == "none" else arguments.shuffle,
-        window=arguments.window if in_bytes else _count("--window", arguments.window),
-        epochs=None if arguments.epochs == "none" else _count("--epochs", arguments.epochs),
+        window=arguments.window if in_bytes else count_of("--window", arguments.window),
+        epochs=None if arguments.epochs == "none" else count_of("--epochs", arguments.epochs),
         where=arguments.where,
         drop_last=arguments.drop_last,
         encoded=True,
@@ -162,10 +162,3 @@ def serve_rows(arguments: argparse.Namespace) -> int:
         sys.stdout.flush()
         os._exit(code)
     return code
-
-
-def _count(flag: str, text: str) -> int:
-    try:
-        return parse_count(text)
-    except ValueError:
-        raise ConfigError(f"{flag} must be a number, or 1GiB or 500MB, got {text!r}") from None

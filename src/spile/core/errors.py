@@ -16,6 +16,11 @@ def printable(text: str) -> str:
     return "".join(c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of a library's error message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:500]
+
+
 class SpileError(Exception):
     """Base of all deliberate errors.
 

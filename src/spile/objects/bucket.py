@@ -23,7 +23,7 @@ import numpy as np
 from obstore import Bytes, exceptions
 from obstore.store import GCSStore, S3Store
 
-from spile.core.errors import ConfigError, StoreError
+from spile.core.errors import ConfigError, StoreError, first_line
 from spile.core.retry import PASSING, PATIENCE, PATIENCE_AT_FIRST, Retrying
 from spile.objects.protocol import (
     COUNTED,
@@ -93,7 +93,7 @@ def open_bucket(url: str, spool: Spool | None = None, variables: str = "") -> "B
     try:
         objects = BucketObjects(url, store(_TIMEOUT), spool, store(_LARGE_TIMEOUT))
     except Exception as error:
-        raise ConfigError(f"{url}: {_line(error)}") from None
+        raise ConfigError(f"{url}: {first_line(error)}") from None
     if scheme == "s3" and endpoint != _AWS.format(own.get("region")):
         objects.endpoint = endpoint.rstrip("/")
     return objects
@@ -278,7 +278,7 @@ class BucketObjects(FilelessObjects):
                 except FileNotFoundError:
                     # 409, not 412: another request for this key was under way and has failed. Or
                     # `gc` has just removed the object because another attempt was committed.
-                    trying.again(_line(error), error)
+                    trying.again(first_line(error), error)
                     continue
                 return _plain(there["e_tag"]) if ours else None
             except Exception as error:
@@ -312,7 +312,7 @@ class BucketObjects(FilelessObjects):
 
     def _failed(self, trying: Retrying, error: Exception) -> None:
         """Pause before another try; raise permanent errors at once."""
-        what = f"{trying.what}: {_line(error)}"
+        what = f"{trying.what}: {first_line(error)}"
         if isinstance(error, StoreError):
             raise error
         found = re.search(r"status code: (4\d\d)", str(error))
@@ -326,7 +326,7 @@ class BucketObjects(FilelessObjects):
         )  # (S3 reports this as 400)
         if isinstance(error, _HOPELESS) or (status and not passing):
             raise StoreError(what) from error
-        trying.again(_line(error), error)
+        trying.again(first_line(error), error)
 
 
 class BucketStream:
@@ -394,8 +394,3 @@ def _is_constant(data: bytes | memoryview) -> bool:
 
 def _plain(etag: str | None) -> str:
     return (etag or "").removeprefix("W/").strip('"')
-
-
-def _line(error: Exception) -> str:
-    """Return the first line of a message; obstore appends its own trace."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

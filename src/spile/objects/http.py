@@ -5,7 +5,6 @@ keeps connections open, uses the user's proxies and certificates, and exposes ev
 headers. A web server lists nothing, so a URL names one file.
 """
 
-import contextlib
 import importlib
 import re
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 from urllib.parse import urljoin, urlsplit
 
-from spile.core.errors import ConfigError, SpileError, StoreError
+from spile.core.errors import ConfigError, SpileError, StoreError, first_line
 from spile.core.retry import PASSING, PATIENCE, PATIENCE_AT_FIRST
 from spile.objects.protocol import Entry, FilelessObjects, Stream, check_held, check_key, retrying
 
@@ -66,10 +65,10 @@ class Client:
                 raise type(error)(f"{what}: {error}") from error.__cause__
             except Exception as error:
                 if any(cls.__name__ in _HOPELESS for cls in type(error).__mro__):
-                    raise ConfigError(f"{what}: {_line(error)}") from error
+                    raise ConfigError(f"{what}: {first_line(error)}") from error
                 if not of_the_network(error):
                     raise
-                trying.again(_line(error), error)
+                trying.again(first_line(error), error)
                 continue
             if answer.status in PASSING or answer.status >= 500:
                 wish = _wish(answer.headers)
@@ -293,9 +292,3 @@ def of_the_network(error: Exception) -> bool:
     """Return whether an error may be temporary; any other is a bug of ours."""
     module = type(error).__module__.partition(".")[0].rstrip("0123456789")
     return module in _NETWORK or isinstance(error, OSError)
-
-
-def _line(error: Exception) -> str:
-    with contextlib.suppress(IndexError):
-        return str(error).strip().splitlines()[0][:300]
-    return type(error).__name__

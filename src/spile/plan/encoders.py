@@ -36,22 +36,24 @@ def find_encoders(recipe: Recipe, taps: Sequence[Tap], arch: Arch) -> dict[str, 
     for name, where in _found_in(recipe.encode, taps):
         sae = open_sae(where)
         tap = _tap_of(name, where, sae, taps, arch)
-        width = tap.width(arch, 1)
         if "keys" in tap.kind.shape or tap.dtype(_FLOATS[0]) != _FLOATS[0]:
             raise ConfigError(f"--encode {where}: an encoder cannot read {tap.site}")
-        if sae.raw and tap.site == "embed" and arch.embed_scale != 1.0:
-            raise ConfigError(
-                f"--encode {where}: Gemma Scope's own files expect unscaled embeddings, and this "
-                "tap's are scaled; give SAELens' conversion"
-            )
-        if width != sae.width:
-            raise ConfigError(
-                f"--encode {where}: reads rows of {sae.width} values, but {tap.name} has {width}"
-            )
+        refuse_unfit(f"--encode {where}", sae, tap, arch)
         if tap.name in found:
             raise ConfigError(f"--encode names two encoders for {tap.name}; give one per tap")
         found[tap.name] = SparseEncoder.of(sae, recipe.latents)
     return {tap.name: found[tap.name] for tap in taps if tap.name in found}
+
+
+def refuse_unfit(given: str, sae: Sae, tap: Tap, arch: Arch) -> None:
+    """Refuse an encoder that cannot read a tap's rows; `given`: the flag and its value."""
+    if sae.raw and tap.site == "embed" and arch.embed_scale != 1.0:
+        raise ConfigError(
+            f"{given}: Gemma Scope's own files expect unscaled embeddings, and this tap's are "
+            "scaled; give SAELens' conversion"
+        )
+    if (width := tap.width(arch, 1)) != sae.width:
+        raise ConfigError(f"{given}: reads rows of {sae.width} values, but {tap.name} has {width}")
 
 
 def stored_taps(

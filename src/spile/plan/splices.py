@@ -30,6 +30,7 @@ from spile.models.sites import SPLICED
 from spile.models.splices import FUNCTION, KINDS, Splice, digest, orthonormal
 from spile.models.taps import Tap, computed_as, parse_taps, place_of
 from spile.objects.paths import path_of
+from spile.plan.encoders import refuse_unfit
 
 NONE, SAE = "none", "replace-with-sae"
 _MOST = 1 << 26  # most values in a file
@@ -167,16 +168,7 @@ def _reconstructed(item: str, tap: Tap, whole: Tap, where: str, arch: Arch) -> S
     sae = open_sae(where, flag=f"--splice {SAE}", decodes=True)
     if tap.heads:
         raise ConfigError(f"--splice {item}: an autoencoder reads all heads together")
-    if sae.width != whole.width(arch, 1):
-        raise ConfigError(
-            f"--splice {item}: reads rows of {sae.width} values, but {tap.name} has "
-            f"{whole.width(arch, 1)}"
-        )
-    if sae.raw and tap.site == "embed" and arch.embed_scale != 1.0:
-        raise ConfigError(
-            f"--splice {item}: Gemma Scope's own files expect unscaled embeddings, and this tap's "
-            "are scaled; give SAELens' conversion"
-        )
+    refuse_unfit(f"--splice {item}", sae, tap, arch)
     told = f"{SAE} {tap.name} {identity(sae)}"
     return Splice(kind=SAE, tap=whole, identity=told, sae=sae)
 

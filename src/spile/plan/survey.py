@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import xxhash
@@ -40,7 +40,7 @@ class Counted:
     kept: float = 0.0  # bytes of the columns that --keep names; part of `beside`
 
     def __add__(self, other: "Counted") -> "Counted":
-        return Counted(*(a + b for a, b in zip(_values(self), _values(other), strict=True)))
+        return Counted(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _concluded(
     guessed = sum(guess[unit] for unit in counted)
     unread = sum(guess.values()) - guessed
     scale = unread / guessed if guessed else 0.0
-    rest = Counted(*(scale * value for value in _values(seen)))
+    rest = Counted(*(scale * value for value in astuple(seen)))
     known = sum(done.values(), Counted())
     if seen.tokens:  # records do not say how many of their bytes are kept columns
         known = replace(known, kept=seen.kept * known.tokens / seen.tokens)
@@ -141,7 +141,3 @@ def _error(guess: Mapping[int, int], counted: Mapping[int, Counted]) -> int | No
     special: Any = importlib.import_module("scipy.special")  # (a slow import: only if needed)
     quantile = float(special.stdtrit(count - 1, (1 + _CONFIDENCE) / 2))  # of Student's t
     return math.ceil(quantile * math.sqrt(variance))
-
-
-def _values(counted: Counted) -> tuple[float, ...]:
-    return counted.tokens, counted.rows, counted.beside, counted.packed, counted.kept

@@ -314,35 +314,54 @@ class Extremes:
         return [hit for hit in zip(*parts, strict=True) if hit[1] >= 0]
 
 
-class Moments:
+class _Norms:
+    """The norms of one tap's rows, by position, and the number of nonfinite values."""
+
+    def __init__(self, width: int, positions: int) -> None:
+        self.width, self.nonfinite = width, 0
+        self.count: int = 0  # rows
+        self.norms_at = np.zeros(positions)
+        self.rows_at = np.zeros(positions, np.int64)
+
+    def _finite(self, rows: np.ndarray) -> np.ndarray:
+        """Count nonfinite values, and return the rows with 0 in their place."""
+        finite = np.isfinite(rows)
+        if finite.all():
+            return rows
+        self.nonfinite += int(rows.size - np.count_nonzero(finite))
+        return np.where(finite, rows, np.float32(0))
+
+    def _add_norms(self, norms: np.ndarray, positions: np.ndarray) -> None:
+        at = np.minimum(positions, len(self.norms_at) - 1)
+        self.norms_at += np.bincount(at, norms, len(self.norms_at))
+        self.rows_at += np.bincount(at, minlength=len(self.rows_at))
+
+    @property
+    def norm(self) -> float:
+        return float(self.norms_at.sum() / max(1, self.count))
+
+
+class Moments(_Norms):
     """One tap's statistics: each channel's moments and extremes, and the norms of rows."""
 
     def __init__(self, width: int, positions: int) -> None:
-        self.width, self.count, self.nonfinite = width, 0, 0
+        super().__init__(width, positions)
         self._shift = np.zeros(width)  # near the mean, so that powers stay small
         self._sums = np.zeros((4, width))  # of the first four powers of the deviations from it
         self.largest = np.zeros(width, np.float32)  # absolute
         self.high, self.low = Extremes(width), Extremes(width)
         self._kurtosis = 0.0
-        self.norms_at = np.zeros(positions)
-        self.rows_at = np.zeros(positions, np.int64)
 
     def add(self, rows: np.ndarray, positions: np.ndarray, unit: int, first: int) -> np.ndarray:
         """Add rows (float32) of a unit, from `first` on; count nonfinite values.
 
         Returns the rows with nonfinite values replaced by 0.
         """
-        finite = np.isfinite(rows)
-        if not finite.all():
-            self.nonfinite += int(rows.size - np.count_nonzero(finite))
-            rows = np.where(finite, rows, np.float32(0))
+        rows = self._finite(rows)
         largest = np.abs(rows).max(axis=0)
         np.maximum(self.largest, largest, out=self.largest)
         wide = rows.astype(np.float64) if largest.max(initial=0) > _LARGE else rows
-        norms = np.sqrt(np.einsum("ij,ij->i", wide, wide))
-        at = np.minimum(positions, len(self.norms_at) - 1)
-        self.norms_at += np.bincount(at, norms, len(self.norms_at))
-        self.rows_at += np.bincount(at, minlength=len(self.rows_at))
+        self._add_norms(np.sqrt(np.einsum("ij,ij->i", wide, wide)), positions)
         if not self.count:
             self._shift = wide.mean(axis=0, dtype=np.float64)
         self._add_powers(wide - self._shift.astype(wide.dtype))
@@ -382,10 +401,6 @@ class Moments:
     def kurtosis(self) -> float:
         """Mean kurtosis over a row's channels; NaN if rows have a single value."""
         return self._kurtosis / self.count if self.count and self.width > 1 else float("nan")
-
-    @property
-    def norm(self) -> float:
-        return float(self.norms_at.sum() / max(1, self.count))
 
 
 class LatentExtremes:
@@ -439,20 +454,19 @@ class LatentExtremes:
         return sorted(hits, key=lambda hit: (-hit[0], *hit[1:]))
 
 
-class LatentMoments:
+class LatentMoments(_Norms):
     """One encoded tap's statistics: how often each latent fires, how strongly, and where most.
 
     A latent fires in a row if it is among the row's stored latents, with a value above zero.
     """
 
     def __init__(self, tap: str, latents: int, positions: int, kept: int) -> None:
-        self.tap, self.width, self.count, self.nonfinite = tap, latents, 0, 0
+        super().__init__(latents, positions)
+        self.tap = tap
         self.fires = np.zeros(latents, np.int64)  # rows
         self._sum = np.zeros(latents)
         self.largest = np.zeros(latents, np.float32)
         self.high = LatentExtremes(latents, kept)
-        self.norms_at = np.zeros(positions)
-        self.rows_at = np.zeros(positions, np.int64)
 
     def add(
         self, rows: np.ndarray, ids: np.ndarray, positions: np.ndarray, unit: int, first: int
@@ -466,14 +480,8 @@ class LatentMoments:
         """
         if ids.size and not (ids.min() >= 0 and ids.max() < self.width):
             raise CorruptError(self.tap, f"has ids of latents that are not among {self.width}")
-        finite = np.isfinite(rows)
-        if not finite.all():
-            self.nonfinite += int(rows.size - np.count_nonzero(finite))
-            rows = np.where(finite, rows, np.float32(0))
-        norms = np.linalg.norm(rows.astype(np.float64), axis=1)
-        at = np.minimum(positions, len(self.norms_at) - 1)
-        self.norms_at += np.bincount(at, norms, len(self.norms_at))
-        self.rows_at += np.bincount(at, minlength=len(self.rows_at))
+        rows = self._finite(rows)
+        self._add_norms(np.linalg.norm(rows.astype(np.float64), axis=1), positions)
         self.count += len(rows)
         places, _ = found = np.nonzero(rows > 0)
         latents, values = ids[found], rows[found]
@@ -505,10 +513,6 @@ class LatentMoments:
     def active(self) -> float:
         """Mean number of latents that fire in a row."""
         return float(self.fires.sum() / max(1, self.count))
-
-    @property
-    def norm(self) -> float:
-        return float(self.norms_at.sum() / max(1, self.count))
 
 
 def _kurtosis_of_rows(rows: np.ndarray) -> np.ndarray:

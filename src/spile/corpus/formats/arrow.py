@@ -24,12 +24,11 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import xxhash
 
-from spile.core.errors import DataError, InputError
+from spile.core.errors import DataError, InputError, first_line
 from spile.core.units import Span
 from spile.corpus.formats.columns import (
     UNREADABLE,
     columns_holding,
-    first_line,
     kept_rows,
     leaf,
     rows_of,

@@ -65,11 +65,6 @@ def json_kind(value: Any) -> tuple[str, str]:
             return "struct", "object"
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error message."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:500]
-
-
 def is_chat(value: Any) -> bool:
     """Return whether a JSON value looks like a chat: a list of messages with role and content."""
     if not isinstance(value, list) or not value:

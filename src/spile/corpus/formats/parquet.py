@@ -11,13 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spile.core.errors import InputError
+from spile.core.errors import InputError, first_line
 from spile.core.units import Span
 from spile.corpus.documents import OVERSIZED, Oversized
 from spile.corpus.formats.columns import (
     UNREADABLE,
     columns_holding,
-    first_line,
     kept_rows,
     leaf,
     rows_of,

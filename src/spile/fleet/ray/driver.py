@@ -18,7 +18,7 @@ from typing import Any
 
 import spile
 from spile.core.config import RayOptions, Recipe, Runtime
-from spile.core.errors import ConfigError, Interrupted, StoreError, WorldError
+from spile.core.errors import ConfigError, Interrupted, StoreError, WorldError, first_line
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.table import Table
 from spile.fleet.ray.actor import RayHost
@@ -301,7 +301,7 @@ class _Pool:
             except Exception as error:
                 if not lost(self._ray, error):
                     raise
-                self._lose(call.slice, _first_line(error))
+                self._lose(call.slice, first_line(error))
                 continue
             self._answered(call, answer)
 
@@ -393,10 +393,5 @@ class _Pool:
             try:
                 _, runs = self._ray.wait(runs, num_returns=len(runs), timeout=_POLL_SECONDS)
             except Exception as error:
-                _log.warning("not waiting for the slices' runs: %s", _first_line(error))
+                _log.warning("not waiting for the slices' runs: %s", first_line(error))
                 return
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else type(error).__name__

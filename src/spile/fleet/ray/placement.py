@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spile.core.config import RayOptions
-from spile.core.errors import ConfigError
+from spile.core.errors import ConfigError, first_line
 
 _log = logging.getLogger("spile.fleet")
 _TOPOLOGY, _SLICE_NAME = "ray.io/tpu-topology", "ray.io/tpu-slice-name"
@@ -56,10 +56,9 @@ def connect(address: str) -> Any:
             address=address, log_to_driver=False, configure_logging=False, logging_level="ERROR"
         )
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"--ray-address {address}: no Ray cluster there ({first}); run `ray start --head` on "
-            "one node, and `ray start --address=HOST:PORT` on the others"
+            f"--ray-address {address}: no Ray cluster there ({first_line(error)}); run "
+            "`ray start --head` on one node, and `ray start --address=HOST:PORT` on the others"
         ) from error
     return ray
 
@@ -179,7 +178,7 @@ class Placements:
                     f"--ray-topology {self._options.ray_topology}: {error}"
                 ) from error
             except Exception as error:
-                _log.warning("no TPU slice yet: %s", str(error).splitlines()[0])
+                _log.warning("no TPU slice yet: %s", first_line(error))
         topology = (self._options.ray_topology or "").partition(":")[2]
         labels = [node.get("Labels", {}) for node in self._alive()]
         there = {each.get(_SLICE_NAME) for each in labels if each.get(_TOPOLOGY) == topology}

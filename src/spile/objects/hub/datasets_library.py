@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Generator
 from typing import Any
 
-from spile.core.errors import ConfigError, InputError, SpileError, StoreError
+from spile.core.errors import ConfigError, InputError, SpileError, StoreError, first_line
 from spile.objects.hub.repository import Repository, offline, open_hub
 from spile.objects.hub.splits import one_of
 
@@ -74,7 +74,7 @@ def reading(where: str) -> Generator[None, None, None]:
                 f"disk full while making Parquet of {where}; free some space, or set --cache and "
                 "HF_HOME to a larger disk, and run the same command again"
             ) from error
-        line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        line = first_line(error)
         raise InputError(f"{where}: the `datasets` library cannot read it ({line})") from error
 
 
