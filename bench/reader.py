@@ -24,10 +24,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from spile.core.index import FIRST, INDEX_DTYPE
+from spile.dataset.format import TapInfo
 from spile.dataset.read.aligned import AlignedDatasets, align
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.opening import open_dataset
-from spile.dataset.records.format import TapInfo
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.interop.export import export

@@ -36,12 +36,12 @@ import numpy as np
 from spile.core.index import FIRST, INDEX_DTYPE, LAST
 from spile.core.recipe import ResolvedRecipe
 from spile.core.units import Span, Unit
+from spile.dataset import format as fmt
+from spile.dataset.codec.columns import encode_columns
 from spile.dataset.codec.documents import encode_documents
 from spile.dataset.codec.shard import statistics_tensors
 from spile.dataset.codec.statistics import TapStats
-from spile.dataset.records import format as fmt
-from spile.dataset.records.columns import encode_columns
-from spile.dataset.records.format import CURRENT, Done, Shard, TapInfo
+from spile.dataset.format import CURRENT, Done, Shard, TapInfo
 from spile.dataset.records.heartbeat import Presence
 from spile.dataset.records.ledger import Attempt, Ledger
 from spile.dataset.records.segments import columns_of, read_statistics

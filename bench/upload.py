@@ -21,7 +21,7 @@ import obstore
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from spile.core.index import INDEX_DTYPE
-from spile.dataset.records.format import TapInfo
+from spile.dataset.format import TapInfo
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import open_objects
 from support import servers

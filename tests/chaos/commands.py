@@ -27,7 +27,7 @@ from chaos.harness import (
     run,
     said,
 )
-from spile.dataset.records import format as fmt
+from spile.dataset import format as fmt
 from spile.dataset.records.ledger import Ledger
 from spile.objects import LocalObjects
 from support import faults, stored, tiny, zygote

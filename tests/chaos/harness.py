@@ -19,7 +19,7 @@ import xxhash
 import spile
 from spile import cli
 from spile.core.config import build
-from spile.dataset.records import format as fmt
+from spile.dataset import format as fmt
 from spile.dataset.records.ledger import Ledger
 from spile.objects import Objects, open_objects
 from support import tiny, zygote

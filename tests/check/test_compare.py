@@ -21,9 +21,9 @@ from spile.cli.model import check_text
 from spile.core.config import Recipe
 from spile.core.errors import CorruptError, DriftError, InputError, StoreError
 from spile.core.tensors import read_header
+from spile.dataset import format as fmt
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.verify import verify
-from spile.dataset.records import format as fmt
 from spile.dataset.records.ledger import Ledger
 from spile.models.config.rope import Rope
 from spile.models.files.checkpoint import open_checkpoint

@@ -28,7 +28,7 @@ from chaos.harness import (
 from spile.core.index import FLAGS, ROLES
 from spile.core.limited_process import ProcessLimits
 from spile.corpus.chats.template import read_template
-from spile.dataset.records import format as fmt
+from spile.dataset import format as fmt
 from support import tiny
 from support.marks import some
 from support.texts import token_roles

@@ -13,7 +13,7 @@ import pytest
 
 import spile
 from chaos.harness import files, run
-from spile.dataset.records import format as fmt
+from spile.dataset import format as fmt
 from spile.dataset.records.ledger import Ledger
 from spile.objects import open_objects
 from support import hub_server, servers, tiny

@@ -15,7 +15,7 @@ import spile
 from chaos.harness import Work, check_refused, check_same, check_sound, files, launch, run
 from spile.core.config import STORE_DTYPES
 from spile.core.tensors import write_tensors
-from spile.dataset.records.format import COMPRESSED, SCALES
+from spile.dataset.format import COMPRESSED, SCALES
 from spile.dataset.records.ledger import Ledger
 from spile.objects import LocalObjects
 from support import tiny

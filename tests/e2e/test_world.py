@@ -15,7 +15,7 @@ import spile
 from chaos.harness import Work, run
 from spile.core.config import Runtime
 from spile.core.errors import ConfigError
-from spile.dataset.records import format as fmt
+from spile.dataset import format as fmt
 from spile.objects import LocalObjects
 from spile.run.world.child import _why as why_it_ended
 from spile.run.world.rank import Rank

@@ -9,7 +9,7 @@ import pytest
 
 from chaos.harness import check_refused, run
 from spile.core.errors import ConfigError
-from spile.dataset.records import format as fmt
+from spile.dataset import format as fmt
 from spile.fleet.supervise import Patience
 from support import stored, tiny
 from support.worlds import Member, planted, runs, wait_until

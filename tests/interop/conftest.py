@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from spile.dataset.records.format import TapInfo
+from spile.dataset.format import TapInfo
 from spile.interop.export import Exported, export, export_source
 from support import stored
 

@@ -7,7 +7,7 @@ import pytest
 
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError
-from spile.dataset.records.format import TapInfo
+from spile.dataset.format import TapInfo
 from spile.models.files.checkpoint import read_arch
 from spile.models.files.sae import SparseEncoder
 from spile.models.taps import parse_taps

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from spile.core.errors import ConfigError
-from spile.dataset.records.format import TapInfo
+from spile.dataset.format import TapInfo
 from spile.plan.prices import PRICES, UNIT_REQUESTS, Requests, price_of, requests_of
 
 

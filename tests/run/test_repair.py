@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from chaos.harness import Result, Work, check_refused, check_same, content, files, launch, run
-from spile.dataset.records import format as fmt
+from spile.dataset import format as fmt
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import live_passes
 from spile.objects import LocalObjects

@@ -26,7 +26,7 @@ from hypothesis import HealthCheck
 from hypothesis import strategies as st
 
 from spile.core.errors import SpileError
-from spile.dataset.records import format as fmt
+from spile.dataset import format as fmt
 from support.marks import examples
 
 DEEP = 100_000

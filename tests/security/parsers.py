@@ -41,10 +41,10 @@ from spile.corpus.named_columns import settled_columns
 from spile.corpus.reader import CorpusReader
 from spile.corpus.tokenize import TextTokenizer
 from spile.corpus.units import CutOptions, make_units
+from spile.dataset import format as fmt
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read.latents import top_rows
 from spile.dataset.read.opening import open_dataset
-from spile.dataset.records import format as fmt
 from spile.models.config.hf_config import read_config
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.gguf import convert

@@ -14,7 +14,7 @@ from security.hostile import damaged, fuzz, only_our_errors
 from spile.core.index import INDEX_DTYPE
 from spile.dataset.codec.documents import encode_documents, read_documents
 from spile.dataset.codec.shard import ShardWriter
-from spile.dataset.records.format import Shard
+from spile.dataset.format import Shard
 from spile.objects import MemoryObjects
 
 COUNT = 40

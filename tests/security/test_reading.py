@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from security.hostile import body_of, changed, fuzz, only_our_errors, refused, sealed
 from spile.core.errors import CorruptError
+from spile.dataset import format as fmt
+from spile.dataset.format import encode_record
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read.opening import open_dataset
-from spile.dataset.records import format as fmt
-from spile.dataset.records.format import encode_record
 from spile.objects import LocalObjects
 from support import stored
 from support.stored import Stored

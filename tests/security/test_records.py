@@ -27,11 +27,11 @@ from security.hostile import (
     sealed,
 )  # fmt: skip
 from spile.core.errors import CorruptError
+from spile.dataset import format as fmt
+from spile.dataset.codec.columns import column_file, columns_in, encode_columns
 from spile.dataset.codec.quantization import scales_from_json, scales_to_json
 from spile.dataset.codec.statistics import TapStats, merged
-from spile.dataset.records import format as fmt
-from spile.dataset.records.columns import column_file, columns_in, encode_columns
-from spile.dataset.records.format import Done, TapInfo, decode_record, encode_record
+from spile.dataset.format import Done, TapInfo, decode_record, encode_record
 from spile.dataset.records.heartbeat import Presence, read_workers
 from spile.dataset.records.ledger import Ledger
 from spile.objects import MemoryObjects

@@ -13,9 +13,9 @@ import pytest
 
 import spile
 from spile.core.errors import CorruptError, InputError
+from spile.dataset import format as fmt
 from spile.dataset.codec.compression import PlaneReader
 from spile.dataset.maintain.verify import verify
-from spile.dataset.records import format as fmt
 from spile.dataset.records.unit_table import UnitColumns
 from spile.models.files.sae import open_sae
 from spile.objects import LocalObjects

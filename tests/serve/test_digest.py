@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import spile
+from spile.dataset.format import TapInfo
 from spile.dataset.read.opening import open_dataset
-from spile.dataset.records.format import TapInfo
 from spile.serve.digest import KEPT, Blocks, Digest, top_rows_kept
 from support import stored, web_page
 

@@ -28,12 +28,12 @@ from spile.core.system import using
 from spile.core.threads import cancelled_by
 from spile.core.units import Unit
 from spile.corpus.pack import PackedUnit
+from spile.dataset import format as fmt
+from spile.dataset.format import Done
 from spile.dataset.maintain.compact import compact
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read.opening import open_dataset
-from spile.dataset.records import format as fmt
-from spile.dataset.records.format import Done
 from spile.dataset.records.heartbeat import Presence
 from spile.dataset.records.ledger import Ledger
 from spile.metrics import Counters

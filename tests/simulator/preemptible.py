@@ -28,15 +28,15 @@ from spile.core.index import FIRST, INDEX_DTYPE, LAST
 from spile.core.recipe import ResolvedRecipe
 from spile.core.system import system, using
 from spile.core.units import Span, Unit
+from spile.dataset import format as fmt
 from spile.dataset.codec.documents import encode_documents
-from spile.dataset.records import format as fmt
+from spile.dataset.format import CURRENT, Done, Shard, TapInfo
 from spile.dataset.records import heartbeat
-from spile.dataset.records.format import CURRENT, Done, Shard, TapInfo
 from spile.dataset.records.heartbeat import Presence
-from spile.dataset.records.ledger import Attempt, Ledger
+from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.table import Table
 from spile.dataset.records.unit_table import UnitColumns
-from spile.dataset.write.unit_writer import UnitWriter
+from spile.dataset.write.unit_writer import Attempt, UnitWriter
 from spile.objects.bucket import BucketObjects
 from spile.objects.memory import MemoryObjects
 from spile.plan.estimate import Budget

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from simulator.preemptible import Fleet, FleetError, simulate
-from spile.dataset.records.format import Done
+from spile.dataset.format import Done
 from spile.dataset.records.heartbeat import Presence
 from spile.dataset.records.ledger import Ledger
 

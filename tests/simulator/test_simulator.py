@@ -18,8 +18,9 @@ from obstore import exceptions
 from simulator import fleet
 from simulator.fleet import Plan, Simulation, Violation
 from simulator.store import Faults
-from spile.dataset.records.format import Done
-from spile.dataset.records.ledger import Attempt, Ledger
+from spile.dataset.format import Done
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.write.unit_writer import Attempt
 from spile.objects.bucket import BucketObjects
 from spile.plan.estimate import Budget
 from support import tiny

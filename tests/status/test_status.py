@@ -9,8 +9,8 @@ import pytest
 
 from spile.cli.look import status_text
 from spile.core.errors import StoreError
-from spile.dataset.records import format as fmt
-from spile.dataset.records.format import TapInfo
+from spile.dataset import format as fmt
+from spile.dataset.format import TapInfo
 from spile.dataset.records.heartbeat import Presence
 from spile.status.status import read_status
 from support import stored

@@ -29,11 +29,11 @@ from spile.core.index import END, FIRST, INDEX_DTYPE, LAST
 from spile.core.recipe import ResolvedRecipe
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.core.units import Unit
+from spile.dataset import format as fmt
+from spile.dataset.codec.columns import columns_in, encode_columns, named_by_content
 from spile.dataset.codec.documents import encode_documents
 from spile.dataset.codec.statistics import TapStats, merged
-from spile.dataset.records import format as fmt
-from spile.dataset.records.columns import columns_in, encode_columns, named_by_content
-from spile.dataset.records.format import Done, Shard, TapInfo
+from spile.dataset.format import Done, Shard, TapInfo
 from spile.dataset.records.generations import Generation
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import Pass, pass_name

@@ -22,7 +22,7 @@ import numpy as np
 
 from spile.core.index import BOS, END, FIRST, INDEX_DTYPE, LAST
 from spile.dataset.codec.documents import encode_documents
-from spile.dataset.records.format import TapInfo
+from spile.dataset.format import TapInfo
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.table import Table
 from spile.dataset.write.unit_writer import UnitWriter

@@ -26,9 +26,9 @@ from spile.check.load import References, Taps, load_references, require, version
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError, StoreError
 from spile.core.recipe import latent_names
+from spile.dataset import format as fmt
 from spile.dataset.read.dataset import Dataset, Document
 from spile.dataset.read.opening import open_dataset
-from spile.dataset.records import format as fmt
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import live_passes
 from spile.models.config.arch import Arch

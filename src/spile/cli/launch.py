@@ -61,7 +61,7 @@ def _check_recipe(given: argparse.Namespace) -> str | None:
     are not checked: the hosts may have access and this machine not), and all of them if `--config`
     names a file that only the hosts have.
     """
-    from spile.dataset.records.format import UNITS
+    from spile.dataset.format import UNITS
 
     there_only = given.config is not None and not Path(given.config).is_file()
     if there_only:

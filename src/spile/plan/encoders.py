@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError
 from spile.core.recipe import latent_names
-from spile.dataset.records.format import TapInfo
+from spile.dataset.format import TapInfo
 from spile.models.config.arch import Arch
 from spile.models.files.sae import Sae, SparseEncoder, is_sae, open_sae
 from spile.models.taps import Tap

@@ -17,7 +17,7 @@ from spile.core.errors import ConfigError
 from spile.core.index import INDEX_DTYPE
 from spile.core.tensors import DTYPES_BY_NAME, HEADER_ALIGN
 from spile.core.threads import mapped
-from spile.dataset.records.columns import Ints
+from spile.dataset.codec.columns import Ints
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.table import Table
 from spile.models.config.specs import axis_sizes

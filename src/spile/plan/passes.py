@@ -7,7 +7,7 @@ from spile.core.config import Recipe, flag_of
 from spile.core.errors import ConfigError
 from spile.core.recipe import OF_A_PASS, ResolvedRecipe
 from spile.corpus.files import lasting
-from spile.dataset.records import format as fmt
+from spile.dataset import format as fmt
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import Pass, live_passes, pass_name, recipe_of_pass
 from spile.dataset.records.table import Table

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from spile.core.errors import ConfigError
-from spile.dataset.records.columns import Ints
-from spile.dataset.records.format import BESIDE, TapInfo
+from spile.dataset.codec.columns import Ints
+from spile.dataset.format import BESIDE, TapInfo
 
 _READ_IN = "2025"
 

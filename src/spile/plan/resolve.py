@@ -39,8 +39,8 @@ from spile.corpus.units import (
     tokens_per_byte,
     without_duplicates,
 )
-from spile.dataset.records import format as fmt
-from spile.dataset.records.format import TapInfo
+from spile.dataset import format as fmt
+from spile.dataset.format import TapInfo
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.table import Table, read_tokenizer
 from spile.dataset.records.unit_table import UnitColumns

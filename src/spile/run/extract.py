@@ -25,9 +25,9 @@ from spile.core.errors import ConfigError, InputError, Interrupted, StoreError
 from spile.core.humanize import plural, size
 from spile.core.recipe import latent_names
 from spile.core.threads import cancellation, cancelled_by, mapped
+from spile.dataset.codec.columns import read_columns
 from spile.dataset.codec.shard import read_tensors
 from spile.dataset.codec.statistics import TapStats
-from spile.dataset.records.columns import read_columns
 from spile.dataset.records.heartbeat import Presence
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.manifest import Manifest

@@ -14,10 +14,10 @@ from typing import Any
 
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError
+from spile.dataset import format as fmt
 from spile.dataset.maintain.compact import COMPACTED, recopy
 from spile.dataset.maintain.repair import Repair, Repaired
 from spile.dataset.maintain.verify import Report
-from spile.dataset.records import format as fmt
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import Pass
 from spile.dataset.records.table import read_tokenizer

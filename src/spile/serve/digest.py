@@ -15,9 +15,9 @@ import numpy as np
 
 from spile.core.errors import CorruptError, SpileError
 from spile.core.index import INDEX_DTYPE
+from spile.dataset.codec.columns import Ints
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.latents import pair_of
-from spile.dataset.records.columns import Ints
 
 _BLOCK_BYTES = 8 << 20  # of the widest tap's float32 rows
 _BLOCK_ROWS = 1024

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from spile.core.errors import ConfigError
-from spile.dataset.records import format as fmt
-from spile.dataset.records.format import TapInfo
+from spile.dataset import format as fmt
+from spile.dataset.format import TapInfo
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import live_passes, named
 from spile.dataset.records.segments import Catalog, TapFiles

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spile.core.bounded_json import Json
-from spile.dataset.records import format as fmt
-from spile.dataset.records.format import is_amount
+from spile.dataset import format as fmt
+from spile.dataset.format import is_amount
 from spile.dataset.records.heartbeat import HeartbeatObserver, process_ended, rebooted
 
 _MOST_SHARES = 10_000  # a larger number is not genuine

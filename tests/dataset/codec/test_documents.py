@@ -14,9 +14,9 @@ from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.index import DOCUMENT_COLUMNS, INDEX_DTYPE
 from spile.dataset.codec.documents import encode_documents, joined, merge_documents, read_documents
 from spile.dataset.codec.shard import ShardWriter
+from spile.dataset.format import Shard
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.opening import open_dataset
-from spile.dataset.records.format import Shard
 from spile.objects import MemoryObjects
 from support.marks import examples
 from support.stored import build

@@ -17,7 +17,7 @@ from spile.dataset.codec.quantization import (
     scales_from_json,
     scales_to_json,
 )
-from spile.dataset.records.format import TapInfo
+from spile.dataset.format import TapInfo
 from support import stored
 from support.marks import examples
 

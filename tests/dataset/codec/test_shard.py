@@ -21,7 +21,7 @@ from spile.dataset.codec.shard import (
     read_shard_header,
     tap_tensors,
 )
-from spile.dataset.records.format import TapInfo
+from spile.dataset.format import TapInfo
 from spile.objects import LocalObjects
 from support.marks import examples
 

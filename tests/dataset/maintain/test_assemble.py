@@ -9,12 +9,12 @@ import pytest
 
 from chaos.harness import run
 from spile.core.errors import ConfigError, SpileError, StoreError
+from spile.dataset import format as fmt
 from spile.dataset.maintain.assemble import Assembled, copy_part, merge, parse_units
 from spile.dataset.maintain.shuffle import shuffle
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.opening import open_dataset
-from spile.dataset.records import format as fmt
 from spile.dataset.records.ledger import Ledger
 from spile.objects import LocalObjects, Objects, open_objects
 from support import servers, stored

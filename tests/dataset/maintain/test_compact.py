@@ -14,6 +14,7 @@ import pytest
 import spile
 from chaos.harness import run
 from spile.core.errors import ConfigError, CorruptError, SpileError, StoreError
+from spile.dataset import format as fmt
 from spile.dataset.maintain import compact as module
 from spile.dataset.maintain import copy as checked
 from spile.dataset.maintain.compact import Compacted, compact
@@ -21,7 +22,6 @@ from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.opening import open_dataset
-from spile.dataset.records import format as fmt
 from spile.dataset.records.ledger import Ledger
 from spile.objects import LocalObjects, Objects, open_objects
 from support import servers, stored, tiny, zygote

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from spile.core.errors import CorruptError
+from spile.dataset.format import Shard
 from spile.dataset.read.checked_file import CheckedFile
-from spile.dataset.records.format import Shard
 from spile.objects import LocalObjects
 from support import stored
 

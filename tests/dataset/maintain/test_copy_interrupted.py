@@ -8,10 +8,10 @@ import pytest
 
 from chaos.harness import run
 from spile.core.errors import CorruptError, StoreError
+from spile.dataset import format as fmt
 from spile.dataset.maintain.compact import compact
 from spile.dataset.maintain.shuffle import shuffle
 from spile.dataset.maintain.verify import verify
-from spile.dataset.records import format as fmt
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.table import read_tokenizer
 from spile.objects import LocalObjects, Objects

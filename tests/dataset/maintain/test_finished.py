@@ -8,13 +8,13 @@ import pytest
 
 import spile
 from spile.core.errors import ConfigError, CorruptError, StoreError
+from spile.dataset import format as fmt
+from spile.dataset.format import TapInfo
 from spile.dataset.maintain.assemble import copy_part, merge
 from spile.dataset.maintain.compact import compact
 from spile.dataset.maintain.finished import read_finished
 from spile.dataset.maintain.shuffle import shuffle
 from spile.dataset.maintain.verify import verify
-from spile.dataset.records import format as fmt
-from spile.dataset.records.format import TapInfo
 from spile.interop.export import export
 from spile.objects import LocalObjects, MemoryObjects, Objects
 from support import stored

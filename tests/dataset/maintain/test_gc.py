@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from spile.core.errors import ConfigError, CorruptError, StoreError
+from spile.dataset import format as fmt
 from spile.dataset.maintain.gc import by_group, collect_garbage, discard_empty
 from spile.dataset.maintain.verify import verify
-from spile.dataset.records import format as fmt
 from spile.dataset.records.heartbeat import Presence
 from spile.dataset.records.table import read_tokenizer
 from support import stored

@@ -9,11 +9,12 @@ import pytest
 
 import spile
 from spile.core.errors import CorruptError, StoreError
+from spile.dataset import format as fmt
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.repair import Repair
 from spile.dataset.maintain.verify import Journal, verify
-from spile.dataset.records import format as fmt
-from spile.dataset.records.ledger import Attempt, Ledger
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.write.unit_writer import Attempt
 from spile.objects import LocalObjects, MemoryObjects, Objects, open_objects
 from support import servers, stored
 

@@ -8,12 +8,12 @@ import pytest
 
 from chaos.harness import run
 from spile.core.errors import ConfigError, CorruptError, StoreError
+from spile.dataset import format as fmt
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.replica import Copied, replicate
 from spile.dataset.maintain.signature import sign
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read.opening import open_dataset
-from spile.dataset.records import format as fmt
 from spile.dataset.records.heartbeat import Presence
 from spile.objects import LocalObjects, Objects, exists, open_objects
 from support import servers, stored

@@ -15,6 +15,7 @@ import pytest
 import spile
 from chaos.harness import run
 from spile.core.errors import ConfigError, CorruptError, StoreError
+from spile.dataset import format as fmt
 from spile.dataset.maintain import shuffle as module
 from spile.dataset.maintain.compact import compact
 from spile.dataset.maintain.gc import collect_garbage
@@ -22,7 +23,6 @@ from spile.dataset.maintain.shuffle import Shuffled, shuffle
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read.dataset import Dataset, TapGroup
 from spile.dataset.read.opening import open_dataset
-from spile.dataset.records import format as fmt
 from spile.dataset.records.ledger import Ledger
 from spile.objects import LocalObjects, MemoryObjects, Objects, open_objects
 from support import servers, stored, tiny, zygote

@@ -14,10 +14,10 @@ import xxhash
 
 from chaos.harness import Result, check_refused, run
 from spile.core.errors import CorruptError, StoreError
+from spile.dataset import format as fmt
 from spile.dataset.maintain.audit import audit_unit
 from spile.dataset.maintain.signature import SignedList, decode_list
 from spile.dataset.maintain.verify import Journal, verify
-from spile.dataset.records import format as fmt
 from support import stored
 
 pytestmark = pytest.mark.skipif(

@@ -14,12 +14,12 @@ import pytest
 import spile
 from spile.core.errors import CorruptError
 from spile.core.tensors import DTYPES_BY_NAME, build_header
+from spile.dataset import format as fmt
+from spile.dataset.codec.columns import encode_columns
 from spile.dataset.codec.quantization import scales_to_json
 from spile.dataset.codec.shard import ShardWriter, open_tensor, read_shard_header, read_tensors
+from spile.dataset.format import Shard
 from spile.dataset.maintain.verify import Journal, Report, verify
-from spile.dataset.records import format as fmt
-from spile.dataset.records.columns import encode_columns
-from spile.dataset.records.format import Shard
 from spile.dataset.records.heartbeat import Presence
 from spile.dataset.records.segments import columns_of
 from spile.dataset.records.table import Table

@@ -10,8 +10,8 @@ import pytest
 
 import spile
 from spile.core.errors import ConfigError
+from spile.dataset.format import TapInfo
 from spile.dataset.read.window import BatchBuilder
-from spile.dataset.records.format import TapInfo
 from support import stored
 from support.marks import some
 

@@ -15,7 +15,7 @@ import spile
 from spile.core.errors import ConfigError, CorruptError, SpileError, StoreError
 from spile.core.index import INDEX_DTYPE
 from spile.core.tensors import DTYPES_BY_NAME
-from spile.dataset.records import format as fmt
+from spile.dataset import format as fmt
 from support import stored, tiny
 from support.marks import some
 

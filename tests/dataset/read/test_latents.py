@@ -9,11 +9,11 @@ import pytest
 
 import spile
 from spile.core.errors import ConfigError, CorruptError
+from spile.dataset.format import TapInfo
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read import latents as module
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.latents import top_rows
-from spile.dataset.records.format import TapInfo
 from support import stored
 
 VALUES, IDS = "mlp_out_latents.1", "mlp_out_latent_ids.1"

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 import spile
 from spile.core.errors import ConfigError, CorruptError
 from spile.core.index import INDEX_DTYPE
+from spile.dataset import format as fmt
 from spile.dataset.read.texts import Texts
-from spile.dataset.records import format as fmt
 from spile.objects import LocalObjects
 from support import stored, tiny
 

@@ -10,13 +10,13 @@ import pytest
 
 import spile
 from spile.core.errors import CorruptError, StoreError
+from spile.dataset import format as fmt
 from spile.dataset.maintain.compact import compact
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.repair import Repair
 from spile.dataset.maintain.replica import replicate
 from spile.dataset.maintain.shuffle import shuffle
 from spile.dataset.maintain.verify import verify
-from spile.dataset.records import format as fmt
 from spile.dataset.records.ledger import Ledger
 from spile.objects import LocalObjects
 from spile.status.status import read_status

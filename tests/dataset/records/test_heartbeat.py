@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import xxhash
 
+from spile.dataset import format as fmt
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.verify import verify
-from spile.dataset.records import format as fmt
 from spile.dataset.records import heartbeat
 from spile.dataset.records.heartbeat import (
     HeartbeatObserver,

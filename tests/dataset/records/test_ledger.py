@@ -13,11 +13,11 @@ from spile.core.errors import (
     NotCreatedError,
     StoreError,
 )
-from spile.dataset.records import format as fmt
-from spile.dataset.records.format import Done, TapInfo
-from spile.dataset.records.ledger import Attempt, Ledger
+from spile.dataset import format as fmt
+from spile.dataset.format import Done, TapInfo
+from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.table import Table
-from spile.dataset.write.unit_writer import UnitWriter
+from spile.dataset.write.unit_writer import Attempt, UnitWriter
 from spile.objects import LocalObjects
 from support import stored
 

@@ -10,7 +10,7 @@ from spile.core.errors import (
     CorruptError,
     SpileError,
 )
-from spile.dataset.records import format as fmt
+from spile.dataset import format as fmt
 from spile.dataset.records.ledger import Ledger
 from spile.objects import LocalObjects
 from support import stored

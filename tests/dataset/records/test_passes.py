@@ -8,12 +8,12 @@ import pytest
 
 import spile
 from spile.core.errors import ConfigError, CorruptError, DriftError, StoreError
+from spile.dataset import format as fmt
+from spile.dataset.format import TapInfo
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.repair import Repair
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read.opening import finished_taps
-from spile.dataset.records import format as fmt
-from spile.dataset.records.format import TapInfo
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import Pass, drop_taps, live_passes
 from support import stored

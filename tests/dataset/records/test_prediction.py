@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from spile.dataset import format as fmt
+from spile.dataset.format import is_amount
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.verify import verify
-from spile.dataset.records import format as fmt
-from spile.dataset.records.format import is_amount
 from spile.dataset.records.prediction import Prediction, create_prediction, read_prediction
 from support import stored
 

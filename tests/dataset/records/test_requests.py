@@ -8,9 +8,10 @@ import pytest
 
 from simulator.preemptible import MadeFiles, UnitIds, table_of
 from spile.core.system import system
-from spile.dataset.records import format as fmt
+from spile.dataset import format as fmt
 from spile.dataset.records.heartbeat import Presence
-from spile.dataset.records.ledger import Attempt, Ledger
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.write.unit_writer import Attempt
 from spile.objects import open_objects
 from spile.plan.estimate import Budget
 from spile.plan.prices import UNIT_REQUESTS, requests_of

@@ -8,7 +8,7 @@ import pytest
 
 import spile
 from spile.core.errors import CorruptError
-from spile.dataset.records import format as fmt
+from spile.dataset import format as fmt
 from spile.dataset.records import segments
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.segments import Catalog, Segment

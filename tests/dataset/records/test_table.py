@@ -16,11 +16,11 @@ from spile.core.errors import (
     StoreError,
 )
 from spile.core.units import Unit
+from spile.dataset import format as fmt
+from spile.dataset.codec.columns import named_by_content
+from spile.dataset.format import TapInfo
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.verify import verify
-from spile.dataset.records import format as fmt
-from spile.dataset.records.columns import named_by_content
-from spile.dataset.records.format import TapInfo
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.table import Table, read_tokenizer
 from spile.dataset.records.unit_table import UnitColumns

@@ -12,7 +12,7 @@ import xxhash
 from spile.core.errors import StoreError
 from spile.core.index import INDEX_DTYPE
 from spile.dataset.codec.shard import ShardWriter, open_tensor, read_shard_header
-from spile.dataset.records.format import Done, TapInfo, decode_record, encode_record
+from spile.dataset.format import Done, TapInfo, decode_record, encode_record
 from spile.dataset.write.unit_writer import UnitWriter, unit_bytes
 from spile.objects import LocalObjects, LocalStream
 from support import stored

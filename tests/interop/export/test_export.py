@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from spile.core.errors import ConfigError, StoreError
-from spile.dataset.records.format import TapInfo
+from spile.dataset.format import TapInfo
 from spile.interop import export as module
 from spile.interop.export import FORMATS, Exported, export
 from spile.interop.export.export_source import ExportSource

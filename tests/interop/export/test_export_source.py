@@ -7,7 +7,7 @@ import pytest
 
 import spile
 from spile.core.errors import DataError
-from spile.dataset.records.format import TapInfo
+from spile.dataset.format import TapInfo
 from spile.interop.export.export_source import ExportSource
 from support import stored
 

@@ -16,10 +16,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
 from chaos.harness import Result, run
+from spile.dataset import format as fmt
 from spile.dataset.maintain.compact import compact
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read.opening import open_dataset
-from spile.dataset.records import format as fmt
 from spile.interop.hub import push
 from spile.objects import LocalObjects, open_objects
 from support import hub_server, servers, stored, tiny, zygote

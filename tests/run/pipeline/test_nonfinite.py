@@ -8,7 +8,7 @@ import pytest
 import spile
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import DataError
-from spile.dataset.records.format import CURRENT
+from spile.dataset.format import CURRENT
 from spile.dataset.records.ledger import Ledger
 from spile.metrics import Counters
 from spile.objects import LocalObjects

@@ -12,7 +12,7 @@ import pytest
 from spile.core.config import Runtime
 from spile.core.errors import ConfigError, StoreError
 from spile.core.units import Unit
-from spile.dataset.records import format as fmt
+from spile.dataset import format as fmt
 from spile.dataset.records.heartbeat import Presence
 from spile.dataset.records.ledger import Ledger
 from spile.objects import LocalObjects

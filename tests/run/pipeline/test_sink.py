@@ -15,9 +15,9 @@ import spile
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import DataError, StoreError
 from spile.core.index import FLAGS
+from spile.dataset import format as fmt
 from spile.dataset.codec.shard import ShardWriter
 from spile.dataset.maintain.verify import verify
-from spile.dataset.records import format as fmt
 from spile.dataset.records.ledger import Ledger
 from spile.metrics import Counters
 from spile.objects import open_objects

@@ -13,9 +13,9 @@ import spile
 from spile.core.config import Recipe, Runtime
 from spile.core.tensors import write_tensors
 from spile.corpus.pack import PackedUnit
+from spile.dataset import format as fmt
 from spile.dataset.codec.quantization import scales_from_json
 from spile.dataset.maintain.verify import verify
-from spile.dataset.records import format as fmt
 from spile.dataset.records.heartbeat import Presence
 from spile.dataset.records.ledger import Ledger
 from spile.metrics import Counters

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spile.dataset.codec import quantization as quant
-from spile.dataset.records.format import TapInfo
+from spile.dataset.format import TapInfo
 from spile.run.step.stored import encode_rows
 from support.marks import some
 

@@ -25,8 +25,8 @@ import numpy as np
 
 from spile.core.errors import CorruptError
 from spile.core.index import DOCUMENT_COLUMNS, INDEX_DTYPE
-from spile.dataset.records.columns import columns_in
-from spile.dataset.records.format import Shard
+from spile.dataset.codec.columns import columns_in
+from spile.dataset.format import Shard
 from spile.objects import Objects
 
 _NUMBERS = {"doc": np.int64, "tokens": np.int32, "rows": np.int32, "first_row": np.int64}

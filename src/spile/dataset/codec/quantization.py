@@ -14,8 +14,8 @@ import ml_dtypes
 import numpy as np
 
 from spile.core.errors import CorruptError
-from spile.dataset.records import format as fmt
-from spile.dataset.records.format import SCALE_DTYPE, TapInfo
+from spile.dataset import format as fmt
+from spile.dataset.format import SCALE_DTYPE, TapInfo
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 FLOAT8_MAX = 448.0

@@ -27,7 +27,7 @@ from spile.core.tensors import (
 )
 from spile.dataset.codec.compression import PlaneReader, PlaneWriter
 from spile.dataset.codec.statistics import TapStats
-from spile.dataset.records.format import COMPRESSED, SCALE_DTYPE, TapInfo, scale_name
+from spile.dataset.format import COMPRESSED, SCALE_DTYPE, TapInfo, scale_name
 from spile.objects import Objects
 
 TensorSpec = tuple[str, npt.DTypeLike, tuple[int, ...]]

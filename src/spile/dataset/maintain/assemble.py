@@ -16,7 +16,9 @@ import numpy as np
 
 from spile.core.errors import ConfigError
 from spile.core.threads import OnProgress
+from spile.dataset import format as fmt
 from spile.dataset.codec.shard import read_tensors, statistics_tensors
+from spile.dataset.format import Done, Shard
 from spile.dataset.maintain.copy import (
     FileCopier,
     NewDataset,
@@ -27,8 +29,6 @@ from spile.dataset.maintain.copy import (
 )
 from spile.dataset.maintain.finished import FinishedRecords, open_finished, summarize
 from spile.dataset.read.checked_file import CheckedFile
-from spile.dataset.records import format as fmt
-from spile.dataset.records.format import Done, Shard
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.table import Table
 from spile.objects import Objects, check_creates_once

@@ -16,6 +16,7 @@ import xxhash
 from spile.core.errors import CorruptError, SpileError
 from spile.core.index import INDEX_DTYPE
 from spile.core.units import Unit
+from spile.dataset import format as fmt
 from spile.dataset.codec.documents import read_documents, rows_of
 from spile.dataset.codec.shard import (
     contains_exactly,
@@ -26,9 +27,8 @@ from spile.dataset.codec.shard import (
     tap_tensors,
 )
 from spile.dataset.codec.statistics import TapStats
+from spile.dataset.format import Done, Shard, TapInfo
 from spile.dataset.maintain.scatter import entries_sum
-from spile.dataset.records import format as fmt
-from spile.dataset.records.format import Done, Shard, TapInfo
 from spile.dataset.records.segments import statistics_in
 from spile.dataset.records.table import Table
 from spile.objects import Entry, MemoryObjects, Objects

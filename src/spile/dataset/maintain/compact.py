@@ -12,7 +12,9 @@ import numpy as np
 
 from spile.core.errors import ConfigError
 from spile.core.index import INDEX_DTYPE
+from spile.dataset.codec.columns import Ints, ints, run_of
 from spile.dataset.codec.documents import merge_documents, read_documents
+from spile.dataset.format import Done
 from spile.dataset.maintain.copy import (
     SHARD_BYTES,
     NewDataset,
@@ -30,11 +32,9 @@ from spile.dataset.maintain.finished import (
     open_finished,
 )
 from spile.dataset.read.checked_file import CheckedFile
-from spile.dataset.records.columns import Ints, ints, run_of
-from spile.dataset.records.format import Done
-from spile.dataset.records.ledger import Attempt, Ledger
+from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.table import Table
-from spile.dataset.write.unit_writer import UnitWriter
+from spile.dataset.write.unit_writer import Attempt, UnitWriter
 from spile.objects import Objects, check_creates_once
 
 UNIT_BYTES = 64 << 30

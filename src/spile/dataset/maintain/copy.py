@@ -28,6 +28,8 @@ from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.index import INDEX_DTYPE
 from spile.core.system import system
 from spile.core.threads import mapped
+from spile.dataset import format as fmt
+from spile.dataset.codec.columns import named_by_content
 from spile.dataset.codec.quantization import scales_to_json
 from spile.dataset.codec.shard import (
     ShardWriter,
@@ -36,13 +38,12 @@ from spile.dataset.codec.shard import (
     specs_of,
     tap_tensors,
 )
+from spile.dataset.format import Done, Shard, TapInfo
 from spile.dataset.maintain.finished import FinishedRecords, RecordsSummary
 from spile.dataset.read.checked_file import WINDOW_BYTES, CheckedFile
-from spile.dataset.records import format as fmt
-from spile.dataset.records.columns import named_by_content
-from spile.dataset.records.format import Done, Shard, TapInfo
-from spile.dataset.records.ledger import Attempt, Ledger
+from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.table import Table, read_tokenizer
+from spile.dataset.write.unit_writer import Attempt
 from spile.objects import PROBES, Objects
 
 T = TypeVar("T")

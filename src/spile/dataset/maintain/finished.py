@@ -16,10 +16,10 @@ from spile.core.config import flag_of
 from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.recipe import ResolvedRecipe, latent_names
 from spile.core.threads import mapped
+from spile.dataset import format as fmt
 from spile.dataset.codec.statistics import TapStats
-from spile.dataset.records import format as fmt
+from spile.dataset.format import Done
 from spile.dataset.records.chosen_taps import choose_taps
-from spile.dataset.records.format import Done
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.manifest import same_unit
 from spile.dataset.records.passes import live_passes

@@ -7,7 +7,7 @@ from functools import partial
 
 from spile.core.errors import ConfigError, CorruptError
 from spile.core.threads import mapped
-from spile.dataset.records import format as fmt
+from spile.dataset import format as fmt
 from spile.dataset.records.heartbeat import warn_unreadable, working
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.manifest import named_files

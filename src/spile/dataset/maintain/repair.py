@@ -25,12 +25,12 @@ from typing import Any
 
 from spile.core.errors import CorruptError, SpileError, StoreError
 from spile.core.threads import mapped
+from spile.dataset import format as fmt
+from spile.dataset.codec.columns import ColumnFile, column_file, columns_in
+from spile.dataset.format import Done, KeyLayout
 from spile.dataset.maintain.copy import COPIED, copy_check, copy_records
 from spile.dataset.maintain.finished import open_finished
 from spile.dataset.maintain.verify import Report
-from spile.dataset.records import format as fmt
-from spile.dataset.records.columns import ColumnFile, column_file, columns_in
-from spile.dataset.records.format import Done, KeyLayout
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.segments import Segment
 from spile.dataset.records.table import Table

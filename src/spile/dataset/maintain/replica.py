@@ -18,6 +18,8 @@ import xxhash
 from spile.core.errors import ConfigError, CorruptError
 from spile.core.system import system
 from spile.core.threads import mapped
+from spile.dataset import format as fmt
+from spile.dataset.format import Done, Shard
 from spile.dataset.maintain.copy import (
     FileCopier,
     UnitCopy,
@@ -25,8 +27,6 @@ from spile.dataset.maintain.copy import (
     refuse_nested,
     refuse_strangers,
 )
-from spile.dataset.records import format as fmt
-from spile.dataset.records.format import Done, Shard
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import pass_names
 from spile.objects import Objects, check_creates_once, exists

@@ -22,16 +22,16 @@ import xxhash
 from spile.core.errors import CorruptError
 from spile.core.index import INDEX_DTYPE
 from spile.core.threads import mapped
+from spile.dataset import format as fmt
+from spile.dataset.format import Done, TapInfo
 from spile.dataset.maintain.copy import NewDataset, read_index, read_rows, refuse_strangers
 from spile.dataset.maintain.finished import FinishedRecords
 from spile.dataset.read.checked_file import WINDOW_BYTES
 from spile.dataset.read.rows import Bytes, ReadJob, Rows, StoredRows
-from spile.dataset.records import format as fmt
-from spile.dataset.records.format import Done, TapInfo
-from spile.dataset.records.ledger import Attempt, Ledger
+from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.segments import Catalog
 from spile.dataset.records.table import Table
-from spile.dataset.write.unit_writer import UnitWriter
+from spile.dataset.write.unit_writer import Attempt, UnitWriter
 from spile.objects import PROBES, Objects
 from spile.objects.local import settle
 

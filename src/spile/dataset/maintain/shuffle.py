@@ -20,7 +20,9 @@ import xxhash
 
 from spile.core.config import canonical_json
 from spile.core.errors import ConfigError
+from spile.dataset import format as fmt
 from spile.dataset.codec.shard import read_tensors
+from spile.dataset.format import Done
 from spile.dataset.maintain.copy import (
     SHARD_BYTES,
     NewDataset,
@@ -44,11 +46,8 @@ from spile.dataset.maintain.scatter import (
 )
 from spile.dataset.read.checked_file import CheckedFile
 from spile.dataset.read.order import drawn, drawn_digest
-from spile.dataset.records import format as fmt
-from spile.dataset.records.format import Done
-from spile.dataset.records.ledger import Attempt
 from spile.dataset.records.table import Table
-from spile.dataset.write.unit_writer import UnitWriter
+from spile.dataset.write.unit_writer import Attempt, UnitWriter
 from spile.objects import Objects, check_creates_once, open_objects
 from spile.objects.local import settle
 

@@ -22,10 +22,10 @@ import numpy as np
 
 from spile.core.errors import ConfigError, CorruptError, StoreError, printable
 from spile.core.threads import mapped
+from spile.dataset import format as fmt
+from spile.dataset.codec.columns import columns_in, encode_columns, ends_of, ints, run_of
+from spile.dataset.format import Done, KeyLayout, Shard
 from spile.dataset.read.checked_file import CheckedFile
-from spile.dataset.records import format as fmt
-from spile.dataset.records.columns import columns_in, encode_columns, ends_of, ints, run_of
-from spile.dataset.records.format import Done, KeyLayout, Shard
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.manifest import Manifest, named_files
 from spile.dataset.records.table import Table, table_records

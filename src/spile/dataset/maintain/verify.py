@@ -18,8 +18,11 @@ import numpy as np
 from spile.core.cache_dir import cache_directory
 from spile.core.errors import CorruptError, SpileError, StoreError
 from spile.core.threads import OnProgress, mapped
+from spile.dataset import format as fmt
+from spile.dataset.codec.columns import columns_in, encode_columns
 from spile.dataset.codec.quantization import scales_from_json
 from spile.dataset.codec.statistics import TapStats
+from spile.dataset.format import Done
 from spile.dataset.maintain.audit import Audit, audit_listed, audit_unit
 from spile.dataset.maintain.signature import (
     SignedList,
@@ -27,9 +30,6 @@ from spile.dataset.maintain.signature import (
     check_units,
     refuse_another,
 )
-from spile.dataset.records import format as fmt
-from spile.dataset.records.columns import columns_in, encode_columns
-from spile.dataset.records.format import Done
 from spile.dataset.records.heartbeat import warn_unreadable
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.manifest import Manifest, named_files, same_unit

@@ -17,7 +17,7 @@ from spile.core.errors import CorruptError
 from spile.core.tensors import TensorInfo
 from spile.dataset.codec.compression import PlaneReader
 from spile.dataset.codec.shard import read_shard_header
-from spile.dataset.records.format import COMPRESSED, Shard
+from spile.dataset.format import COMPRESSED, Shard
 from spile.objects import Objects
 
 WINDOW_BYTES = 16 << 20  # read at a time

@@ -19,19 +19,19 @@ from spile.core.expressions import DocumentFilter, RowFilter, split_condition
 from spile.core.index import DOCUMENT_COLUMNS, INDEX_DTYPE
 from spile.core.recipe import ResolvedRecipe, latent_names
 from spile.core.threads import mapped
+from spile.dataset import format as fmt
+from spile.dataset.codec.columns import ColumnFile, read_columns
 from spile.dataset.codec.documents import joined, read_documents
 from spile.dataset.codec.quantization import DECODED, encode
 from spile.dataset.codec.shard import read_tensors
 from spile.dataset.codec.statistics import TapStats, merged
+from spile.dataset.format import Done, Shard
 from spile.dataset.read.batches import Batches
 from spile.dataset.read.checked_file import CheckedObjects
 from spile.dataset.read.latents import Latents, read_latents
 from spile.dataset.read.order import BatchOptions, Normalize, Order, RowChoice, Shuffle
 from spile.dataset.read.rows import StoredRows, runs
 from spile.dataset.read.window import View
-from spile.dataset.records import format as fmt
-from spile.dataset.records.columns import ColumnFile, read_columns
-from spile.dataset.records.format import Done, Shard
 from spile.dataset.records.segments import Catalog, Totals
 from spile.dataset.records.table import Table, read_tokenizer
 from spile.objects import Objects, open_objects

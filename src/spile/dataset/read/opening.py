@@ -10,8 +10,8 @@ import numpy as np
 
 from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.options import parse_count
+from spile.dataset import format as fmt
 from spile.dataset.read.dataset import Dataset, TapGroup, open_store
-from spile.dataset.records import format as fmt
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.manifest import Manifest
 from spile.dataset.records.passes import Pass, live_passes, named

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from spile.core.errors import CorruptError
 from spile.core.index import INDEX_DTYPE
 from spile.core.tensors import TensorInfo, map_tensors
+from spile.dataset import format as fmt
 from spile.dataset.codec.quantization import decode
 from spile.dataset.codec.shard import (
     TensorSpec,
@@ -31,8 +32,7 @@ from spile.dataset.codec.shard import (
     read_shard_header,
     tap_tensors,
 )
-from spile.dataset.records import format as fmt
-from spile.dataset.records.format import Done, Shard
+from spile.dataset.format import Done, Shard
 from spile.dataset.records.segments import Catalog
 from spile.dataset.records.table import Table
 from spile.objects import Objects

@@ -11,7 +11,7 @@ from spile.core.errors import ConfigError, SpileError
 from spile.core.identity import full_digest
 from spile.core.panics import without_panic
 from spile.core.recipe import ResolvedRecipe
-from spile.dataset.records.format import TOKENIZER_FILES
+from spile.dataset.format import TOKENIZER_FILES
 from spile.objects.memory import MemoryObjects
 from spile.objects.paths import AnyPath, RemotePath, path_of
 

@@ -22,9 +22,9 @@ from spile.core.index import INDEX_DTYPE
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.dataset.codec.quantization import DECODED, decode
 from spile.dataset.codec.statistics import TapStats
+from spile.dataset.format import SCALE_DTYPE, TapInfo
 from spile.dataset.read.order import BatchOptions, EpochSchedule, Normalize, WindowPlace
 from spile.dataset.read.rows import Bytes, ReadJob, Rows, StoredRows, runs
-from spile.dataset.records.format import SCALE_DTYPE, TapInfo
 
 RowBatch = dict[str, Any]  # arrays by name; `Encoded` if requested
 

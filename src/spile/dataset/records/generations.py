@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from spile.core.errors import CorruptError
-from spile.dataset.records import format as fmt
-from spile.dataset.records.columns import ColumnFile, named_by_content
+from spile.dataset import format as fmt
+from spile.dataset.codec.columns import ColumnFile, named_by_content
 from spile.dataset.records.unit_table import UnitColumns, read_units
 from spile.objects import Objects
 

@@ -26,8 +26,8 @@ from typing import Any, cast
 from spile.core.errors import CorruptError, StoreError
 from spile.core.system import system
 from spile.core.threads import mapped
-from spile.dataset.records import format as fmt
-from spile.dataset.records.format import CURRENT, KeyLayout
+from spile.dataset import format as fmt
+from spile.dataset.format import CURRENT, KeyLayout
 from spile.objects import Entry, Objects, is_bucket
 
 _BEAT_SECONDS, _LONGEST_BEAT = 2.0, 30.0

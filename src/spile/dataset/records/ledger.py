@@ -9,7 +9,6 @@ segment. The worker that commits the last unit does it. The others, perhaps a th
 if it has not been done after a while.
 """
 
-import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -19,12 +18,12 @@ import numpy as np
 from spile.core.errors import CorruptError, DriftError, NotCreatedError, StoreError
 from spile.core.system import system
 from spile.core.threads import mapped
+from spile.dataset import format as fmt
+from spile.dataset.codec.columns import encode_columns
 from spile.dataset.codec.quantization import scales_from_json, scales_to_json
-from spile.dataset.records import format as fmt
+from spile.dataset.format import CURRENT, Done, KeyLayout
 from spile.dataset.records import generations
 from spile.dataset.records import table as tables
-from spile.dataset.records.columns import encode_columns
-from spile.dataset.records.format import CURRENT, Done, KeyLayout
 from spile.dataset.records.manifest import Derived
 from spile.dataset.records.segments import (
     Catalog,
@@ -35,7 +34,6 @@ from spile.dataset.records.segments import (
     sealed_segment,
 )
 from spile.dataset.records.table import Table
-from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import Objects, exists
 from spile.objects.local import settle
 
@@ -450,56 +448,3 @@ class Ledger:
             parts.append(file or segment)
             rows.append(segment.rows.copy())  # (a view would hold the whole segment)
         return Catalog(self.objects, self.layout, parts, np.concatenate(rows))
-
-
-class Attempt:
-    """The files of one attempt at a unit: removed, unless a record may name them.
-
-    A commit that fails or is interrupted may still have created its record, or its request may
-    still be on its way to a bucket. Removing the files then would lose a unit that exists. Files
-    are therefore removed only in three cases: before the commit begins; when the record has been
-    read back and names another attempt; or when it certainly was not created (`NotCreatedError`: a
-    full disk). `gc` deletes any remaining files once the unit has a record; before that,
-    `gc --abandoned` does. Nobody else calls `Ledger.commit` or `UnitWriter.discard`.
-
-    with Attempt(ledger, writer) as attempt:
-        writer.write(...)
-        committed = attempt.commit(writer.finish(...))
-    """
-
-    def __init__(self, ledger: Ledger, writer: UnitWriter) -> None:
-        self.writer, self._ledger = writer, ledger
-        self._removable = True
-
-    def commit(self, done: Done) -> bool:
-        """Create the done record; if another came first, remove the files and return False."""
-        self.release()
-        try:
-            if self._ledger.commit(done):
-                return True
-        except NotCreatedError:
-            self._remove()
-            raise
-        self._remove()
-        return False
-
-    def release(self) -> None:
-        """Keep the files from now on: a record may name them, whoever creates it."""
-        self._removable = False
-
-    def discard(self) -> None:
-        """Remove the files, unless a record may name them."""
-        if self._removable:
-            self._removable = False
-            self._remove()
-
-    def _remove(self) -> None:
-        # Cleaning up must not hide why an attempt ended.
-        with contextlib.suppress(OSError, StoreError):
-            self.writer.discard()
-
-    def __enter__(self) -> "Attempt":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.discard()

@@ -13,11 +13,11 @@ import numpy as np
 
 from spile.core.errors import CorruptError
 from spile.core.threads import mapped
+from spile.dataset import format as fmt
+from spile.dataset.codec.columns import ColumnFile, named_by_content, read_columns
 from spile.dataset.codec.shard import statistics_tensors
 from spile.dataset.codec.statistics import TapStats
-from spile.dataset.records import format as fmt
-from spile.dataset.records.columns import ColumnFile, named_by_content, read_columns
-from spile.dataset.records.format import Done, KeyLayout
+from spile.dataset.format import Done, KeyLayout
 from spile.dataset.records.segments import (
     Catalog,
     SegmentFile,

@@ -17,8 +17,8 @@ from typing import Any
 
 from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.recipe import OF_A_PASS, ResolvedRecipe, latent_names
-from spile.dataset.records import format as fmt
-from spile.dataset.records.format import Done, TapInfo
+from spile.dataset import format as fmt
+from spile.dataset.format import Done, TapInfo
 from spile.dataset.records.heartbeat import read_workers
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.manifest import Manifest

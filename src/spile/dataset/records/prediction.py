@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from spile.core.errors import CorruptError, StoreError
-from spile.dataset.records import format as fmt
+from spile.dataset import format as fmt
 from spile.objects import Objects
 
 

@@ -18,10 +18,8 @@ import numpy.typing as npt
 import xxhash
 
 from spile.core.errors import CorruptError
-from spile.dataset.codec.shard import statistics_tensors
-from spile.dataset.codec.statistics import TapStats
-from spile.dataset.records import format as fmt
-from spile.dataset.records.columns import (
+from spile.dataset import format as fmt
+from spile.dataset.codec.columns import (
     ColumnFile,
     Columns,
     Ints,
@@ -38,7 +36,9 @@ from spile.dataset.records.columns import (
     text_columns,
     texts_at,
 )
-from spile.dataset.records.format import Done, KeyLayout, Shard, TapInfo
+from spile.dataset.codec.shard import statistics_tensors
+from spile.dataset.codec.statistics import TapStats
+from spile.dataset.format import Done, KeyLayout, Shard, TapInfo
 from spile.objects import Objects
 
 _COUNTS = ("unit", "rows", "tokens", "documents", "contexts")

@@ -10,9 +10,9 @@ from spile.core.errors import CorruptError
 from spile.core.identity import contents_digest
 from spile.core.index import INDEX_DTYPE
 from spile.core.recipe import ResolvedRecipe
-from spile.dataset.records import format as fmt
-from spile.dataset.records.columns import ColumnFile, column_file, named_by_content
-from spile.dataset.records.format import KeyLayout, TapInfo
+from spile.dataset import format as fmt
+from spile.dataset.codec.columns import ColumnFile, column_file, named_by_content
+from spile.dataset.format import KeyLayout, TapInfo
 from spile.dataset.records.generations import Generation, read_generation
 from spile.dataset.records.unit_table import UnitColumns, read_units
 from spile.objects import Objects, exists

@@ -12,8 +12,8 @@ import numpy as np
 
 from spile.core.errors import CorruptError
 from spile.core.units import Span, Unit
-from spile.dataset.records import format as fmt
-from spile.dataset.records.columns import (
+from spile.dataset import format as fmt
+from spile.dataset.codec.columns import (
     ColumnFile,
     Columns,
     Ints,

@@ -4,6 +4,7 @@ Nothing exists until `finish` has made every file durable and the ledger has cre
 that it returns. An attempt that fails or loses leaves only files that no record names.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from spile.core.errors import NotCreatedError, StoreError
 from spile.core.system import system
 from spile.core.tensors import build_header
 from spile.dataset.codec.shard import (
@@ -23,7 +25,7 @@ from spile.dataset.codec.shard import (
     tap_tensors,
 )
 from spile.dataset.codec.statistics import TapStats
-from spile.dataset.records.format import (
+from spile.dataset.format import (
     CURRENT,
     SCALE_DTYPE,
     Done,
@@ -31,6 +33,7 @@ from spile.dataset.records.format import (
     Shard,
     TapInfo,
 )
+from spile.dataset.records.ledger import Ledger
 from spile.objects import Objects
 
 _STATISTICS = "statistics"
@@ -189,6 +192,59 @@ class UnitWriter:
         for array in tensors.values():
             writer.write(array)
         return Shard(name, key, *run, *self.close_shard(writer).result())
+
+
+class Attempt:
+    """The files of one attempt at a unit: removed, unless a record may name them.
+
+    A commit that fails or is interrupted may still have created its record, or its request may
+    still be on its way to a bucket. Removing the files then would lose a unit that exists. Files
+    are therefore removed only in three cases: before the commit begins; when the record has been
+    read back and names another attempt; or when it certainly was not created (`NotCreatedError`: a
+    full disk). `gc` deletes any remaining files once the unit has a record; before that,
+    `gc --abandoned` does. Nobody else calls `Ledger.commit` or `UnitWriter.discard`.
+
+    with Attempt(ledger, writer) as attempt:
+        writer.write(...)
+        committed = attempt.commit(writer.finish(...))
+    """
+
+    def __init__(self, ledger: Ledger, writer: UnitWriter) -> None:
+        self.writer, self._ledger = writer, ledger
+        self._removable = True
+
+    def commit(self, done: Done) -> bool:
+        """Create the done record; if another came first, remove the files and return False."""
+        self.release()
+        try:
+            if self._ledger.commit(done):
+                return True
+        except NotCreatedError:
+            self._remove()
+            raise
+        self._remove()
+        return False
+
+    def release(self) -> None:
+        """Keep the files from now on: a record may name them, whoever creates it."""
+        self._removable = False
+
+    def discard(self) -> None:
+        """Remove the files, unless a record may name them."""
+        if self._removable:
+            self._removable = False
+            self._remove()
+
+    def _remove(self) -> None:
+        # Cleaning up must not hide why an attempt ended.
+        with contextlib.suppress(OSError, StoreError):
+            self.writer.discard()
+
+    def __enter__(self) -> "Attempt":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
 
 
 class _TapWriter:

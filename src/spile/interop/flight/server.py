@@ -21,8 +21,8 @@ from typing import Any, cast
 from spile.core.bounded_json import JsonError, parse_json
 from spile.core.errors import ConfigError, SpileError, StoreError, printable
 from spile.core.listening import ListenAddress
+from spile.dataset.format import is_count
 from spile.dataset.read.batches import Batches
-from spile.dataset.records.format import is_count
 from spile.interop.flight.wire import pyarrow, schema_of, to_arrow
 
 _MOST_TICKET = 1 << 16  # bytes

@@ -15,8 +15,8 @@ import numpy as np
 from spile.core.errors import StoreError
 from spile.core.index import INDEX_DTYPE
 from spile.dataset.codec.quantization import DECODED, decode
+from spile.dataset.format import SCALE_DTYPE, TapInfo
 from spile.dataset.read.window import Encoded, RowBatch, View
-from spile.dataset.records.format import SCALE_DTYPE, TapInfo
 
 _VERSION = 1
 _ABOUT = b"spile"

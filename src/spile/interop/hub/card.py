@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from spile.dataset.records.format import TapInfo
+from spile.dataset.format import TapInfo
 from spile.dataset.records.segments import Totals
 from spile.dataset.records.table import Table
 

@@ -25,11 +25,11 @@ import numpy as np
 from spile.core.errors import ConfigError, SpileError, StoreError
 from spile.core.retry import backoff
 from spile.core.threads import mapped
+from spile.dataset import format as fmt
+from spile.dataset.format import Shard, TapInfo
 from spile.dataset.maintain.finished import FinishedPart, finished_parts
 from spile.dataset.maintain.signature import decode_list
 from spile.dataset.read.checked_file import CheckedFile
-from spile.dataset.records import format as fmt
-from spile.dataset.records.format import Shard, TapInfo
 from spile.dataset.records.manifest import named_files
 from spile.dataset.records.passes import pass_names
 from spile.dataset.records.table import read_tokenizer, table_records

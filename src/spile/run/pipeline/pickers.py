@@ -18,7 +18,7 @@ from spile.core.config import Runtime
 from spile.core.errors import ConfigError
 from spile.core.system import system
 from spile.core.units import Unit
-from spile.dataset.records.format import KeyLayout
+from spile.dataset.format import KeyLayout
 from spile.dataset.records.heartbeat import Presence
 from spile.dataset.records.ledger import Ledger
 from spile.plan.estimate import Budget

@@ -18,9 +18,8 @@ from spile.core.index import FLAGS
 from spile.core.system import system
 from spile.core.threads import Consumer
 from spile.dataset.codec.statistics import TapStats
-from spile.dataset.records.format import Shard
-from spile.dataset.records.ledger import Attempt
-from spile.dataset.write.unit_writer import UnitWriter
+from spile.dataset.format import Shard
+from spile.dataset.write.unit_writer import Attempt, UnitWriter
 from spile.metrics.values import next_token_counts, tap_counts
 from spile.plan.job import ExtractionJob, PreparedUnit
 from spile.run.pipeline.nonfinite import by_stored_name, nonfinite_error

@@ -23,7 +23,7 @@ from spile.core.tensors import DTYPES_BY_NAME
 from spile.core.threads import NEVER, cancellation
 from spile.corpus.pack import Batch, PackedUnit
 from spile.dataset.codec.quantization import DECODED, INT8_MAX
-from spile.dataset.records.format import SCALE_DTYPE
+from spile.dataset.format import SCALE_DTYPE
 from spile.models.config.specs import array_axes
 from spile.models.files.sae import load_arrays
 from spile.models.forward.decoder import needs_whole_block

@@ -28,7 +28,7 @@ from spile.core.config import activation_dtype
 from spile.corpus.pack import Batch
 from spile.dataset.codec.quantization import QUANTIZED
 from spile.dataset.codec.statistics import TapStats
-from spile.dataset.records.format import scale_name
+from spile.dataset.format import scale_name
 from spile.models.config.arch import Arch, Layer
 from spile.models.files.sae import SparseEncoder
 from spile.models.forward.decoder import AFTER, BEFORE, Beside, Decoder, Inputs

@@ -27,7 +27,7 @@ from jaxtyping import Array
 from spile.core.recipe import latent_names
 from spile.core.threads import NEVER, Cancellation
 from spile.corpus.pack import Batch
-from spile.dataset.records.format import scale_name
+from spile.dataset.format import scale_name
 from spile.models.config.arch import Layer
 from spile.models.config.specs import head_specs
 from spile.models.files.sae import SparseEncoder

@@ -20,12 +20,12 @@ import zstandard
 
 import spile
 from spile.core.index import FLAGS
+from spile.dataset import format as fmt
 from spile.dataset.codec.quantization import scales_to_json
-from spile.dataset.records import format as fmt
-from spile.dataset.records.format import FORMAT
+from spile.dataset.format import FORMAT
 from support import stored
 
-PAGE = (Path(__file__).parents[3] / "docs" / "format.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 PLAIN = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "I32": "<i4", "I64": "<i8",
     "F16": "<f2", "F32": "<f4", "F64": "<f8", "BF16": "<u2", "F8_E4M3": "u1",

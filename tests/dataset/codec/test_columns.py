@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spile.core.errors import CorruptError
-from spile.dataset.records.columns import (
+from spile.dataset.codec.columns import (
     ColumnFile,
     column_file,
     columns_in,

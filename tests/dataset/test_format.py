@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spile.core.errors import CorruptError, SpileError, StoreError
-from spile.dataset.records import format as fmt
-from spile.dataset.records.format import Done, Shard, TapInfo, decode_record, encode_record
+from spile.dataset import format as fmt
+from spile.dataset.format import Done, Shard, TapInfo, decode_record, encode_record
 from support.marks import examples
 
 PREFIX = "attempts/000000/00000003/a1b2/"

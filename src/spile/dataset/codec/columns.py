@@ -15,7 +15,7 @@ import xxhash
 
 from spile.core.errors import CorruptError
 from spile.core.tensors import as_bytes, build_header, map_tensors, parse_header
-from spile.dataset.records.format import is_count, is_name
+from spile.dataset.format import is_count, is_name
 from spile.objects import Objects
 
 Columns = Mapping[str, np.ndarray]
