@@ -19,6 +19,7 @@ DONE = Done(
     unit=3,
     attempt="a1b2",
     fingerprint="f00d",
+    made_from="5eed",
     rows=5,
     tokens=7,
     documents=2,
@@ -35,13 +36,13 @@ DONE = Done(
     made_by={"jax": "0.10"},
 )
 LITERAL = (
-    b'{"attempt":"a1b2","checksum":"627290393c33fe1598124118b39ec5f5","contexts":2,"documents":2,'
+    b'{"attempt":"a1b2","checksum":"964d38db5a7570b214136eb983d5e946","contexts":2,"documents":2,'
     b'"documents_table":{"bytes":900,"count":3,"digest":"ff","etag":"","first":0,'
     b'"key":"attempts/000000/00000003/a1b2/documents.safetensors","tap":"documents"},'
-    b'"fingerprint":"f00d","format":7,'
+    b'"fingerprint":"f00d","format":8,'
     b'"index":{"bytes":4206,"count":5,"digest":"cc","etag":"","first":0,'
     b'"key":"attempts/000000/00000003/a1b2/index.safetensors","tap":"index"},'
-    b'"kind":"done","made_by":{"jax":"0.10"},"rows":5,'
+    b'"kind":"done","made_by":{"jax":"0.10"},"made_from":"5eed","rows":5,'
     b'"shards":[{"bytes":4108,"count":3,"digest":"aa","etag":"ee","first":0,'
     b'"key":"attempts/000000/00000003/a1b2/embed.00000.safetensors","tap":"embed"},'
     b'{"bytes":4104,"count":2,"digest":"bb","etag":"","first":3,'
@@ -172,16 +173,16 @@ def test_the_same_json_in_another_spelling_is_refused() -> None:
             decode_record("k", spelled, "done")
 
 
-@pytest.mark.parametrize("version", [6, 8])
+@pytest.mark.parametrize("version", [6, 9])
 def test_another_format_is_refused_with_advice(version: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fmt, "FORMAT", version)
         data = EARLIER if version == 6 else encode_record("model", {})
-    with pytest.raises(StoreError, match=f"in format {version}.*reads format 7; use") as caught:
+    with pytest.raises(StoreError, match=f"in format {version}.*reads format 8; use") as caught:
         decode_record("units.json", data, "model")
     assert not isinstance(caught.value, CorruptError) and "\n" not in str(caught.value)
     with pytest.raises(CorruptError):  # damage is not another format
-        decode_record("units.json", LITERAL.replace(b'"format":7', b'"format":8'), "done")
+        decode_record("units.json", LITERAL.replace(b'"format":8', b'"format":9'), "done")
 
 
 def test_a_record_of_another_kind_is_refused() -> None:
@@ -331,7 +332,7 @@ def paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 def well_typed(done: Done) -> bool:
     counts = [done.unit, done.rows, done.tokens, done.documents, done.contexts]
     counts += done.skipped.values()
-    texts = [done.attempt, done.fingerprint, done.text_digest]
+    texts = [done.attempt, done.fingerprint, done.made_from, done.text_digest]
     for file in done.files():
         counts += [file.first, file.count, file.bytes]
         texts += [file.tap, file.key, file.digest]

@@ -130,7 +130,7 @@ class PageReader:
             zip(runs("files"), runs("skipped"), strict=True)
         ):
             unit = {name: int(columns[name][at]) for name in counts}
-            unit |= {name: texts(name)[at] for name in ("attempt", "text_digest")}
+            unit |= {name: texts(name)[at] for name in ("attempt", "made_from", "text_digest")}
             unit["fingerprint"] = texts("fingerprint")[0]
             folder = f"attempts/{unit['unit'] // 256:06d}/{unit['unit']:08d}/{unit['attempt']}/"
             for each in files[of_files]:
@@ -147,7 +147,7 @@ class PageReader:
         assert spelled(record) == data
         checksum = record.pop("checksum")
         assert xxhash.xxh3_128_hexdigest(spelled(record)) == checksum
-        assert (record.pop("format"), record.pop("kind")) == (7, kind)
+        assert (record.pop("format"), record.pop("kind")) == (8, kind)
         return record
 
     def tensors(self, file: Mapping[str, Any]) -> Tensors:

@@ -11,7 +11,8 @@ import pytest
 
 import spile
 from spile.core.config import build
-from spile.core.errors import DriftError, Interrupted
+from spile.core.errors import DriftError, Interrupted, StoreError
+from spile.dataset.maintain.assemble import copy_part
 from spile.dataset.maintain.verify import verify
 from spile.dataset.records.ledger import Ledger
 from spile.objects import LocalObjects
@@ -195,6 +196,10 @@ def test_taps_that_were_added_must_cover_a_generation_before_it_is_read(
     assert ds.num_documents == 4 and ds.taps == ["resid_post.0", "mlp_out.1", "resid_post.1"]
     assert spile.open(out, taps=["mlp_out.1"]).num_documents == 8
     assert verify(LocalObjects(out)).ok
+    with pytest.raises(StoreError, match="resid_post.1 lack the documents.*or choose others"):
+        copy_part(LocalObjects(out), LocalObjects(tmp_path / "part"))
+    copy_part(LocalObjects(out), LocalObjects(tmp_path / "part"), taps="mlp_out.1")
+    assert spile.open(tmp_path / "part").num_documents == 8
     extract(model, out, **added)
     both = {**RECIPE, "taps": "resid_post:0,mlp_out:1,resid_post:1", "pack": "none"}
     extract(model, tmp_path / "whole", corpus=str(corpus), **both)

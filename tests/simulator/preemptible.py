@@ -156,11 +156,22 @@ class _CountingStore(Store):
         return super()._error(kind, fate)
 
 
+WEIGHTS = {"embed": "aa"}
+
+
+@cache
+def _bound() -> Ledger:
+    """Return a ledger that knows the weights without a request."""
+    ledger = Ledger(MemoryObjects())
+    ledger.check_weights(WEIGHTS)
+    return ledger
+
+
 class MadeFiles:
     """The files of an attempt: those of a unit that was made once, under other keys."""
 
-    def __init__(self, objects: BucketObjects, unit: int, attempt: str) -> None:
-        self._objects, self._unit, self._attempt = objects, unit, attempt
+    def __init__(self, objects: BucketObjects, table: Table, unit: int, attempt: str) -> None:
+        self._objects, self._table, self._unit, self._attempt = objects, table, unit, attempt
         self._put: list[str] = []
 
     def finish(self) -> Done:
@@ -170,6 +181,7 @@ class MadeFiles:
         return replace(
             done, unit=self._unit, attempt=self._attempt, shards=tuple(shards), index=index,
             statistics=statistics, documents_table=documents,
+            made_from=_bound().must_be_made_from(self._table, self._unit),
         )  # fmt: skip
 
     def discard(self) -> None:
@@ -239,7 +251,7 @@ class _Simulation:
     def _create(self) -> None:
         ledger = Ledger(self._open())
         ledger.create_table(table_of(self._fleet.units))
-        ledger.check_weights({"embed": "aa"})
+        ledger.check_weights(WEIGHTS)
 
     def _open(self) -> BucketObjects:
         store = _CountingStore(self._scheduler, self._bucket, self._fleet.faults)
@@ -307,7 +319,8 @@ class _Simulation:
     def _sink(self, ledger: Ledger, picker: StorePicker, written: Any) -> None:
         """Write and commit what was computed, while the next unit computes."""
         while (unit := written.get()) is not None:
-            files = MadeFiles(cast(BucketObjects, ledger.objects), unit, system().token(8))
+            objects = cast(BucketObjects, ledger.objects)
+            files = MadeFiles(objects, table_of(self._fleet.units), unit, system().token(8))
             with Attempt(ledger, cast(UnitWriter, files)) as attempt:
                 if not attempt.commit(files.finish()):
                     self._duplicated += self._seconds[unit]
@@ -397,8 +410,8 @@ def _made() -> tuple[Done, dict[str, bytes]]:
         table=encode_documents(
             docs=[0], tokens=[ROWS], skipped=[None], previews=["…"], kept={}, index=index
         ),
-        fingerprint=table.fingerprint, tokens=ROWS, documents=1, contexts=1, skipped={},
-        text_digest="00", made_by={"finished_at": 0.0, "seconds": 1.0},
+        fingerprint=table.fingerprint, made_from="", tokens=ROWS, documents=1, contexts=1,
+        skipped={}, text_digest="00", made_by={"finished_at": 0.0, "seconds": 1.0},
     )  # fmt: skip
     return done, {file.key: objects.get(file.key) for file in done.files()}
 

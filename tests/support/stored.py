@@ -334,6 +334,7 @@ def write_unit(
         **{
             "table": describe_documents(table, unit, read),
             "fingerprint": table.fingerprint,
+            "made_from": Ledger(objects).made_from(table, unit) or "",
             "tokens": len(read),
             "documents": documents,
             "contexts": int(np.count_nonzero(read["flags"] & FIRST)),
@@ -358,6 +359,7 @@ def build(
     compress: bool = False,
     tokenizer: Mapping[str, bytes] | None = None,
     grown: Sequence[int] = (),
+    scales_of: Stored | None = None,
     **changes: Any,
 ) -> Stored:
     """Make a dataset of random rows.
@@ -365,6 +367,7 @@ def build(
     `commit` names the units to do, all if not given; `changes` go into the recipe; `tokenizer` are
     the tokenizer's files. The scales of int8 are stored in any case. `grown`: for each generation
     that adds to the table, how many units there are before it; each is finished before the next.
+    `scales_of`: another dataset, whose scales of int8 this one has, as if they were its own.
     """
     rng = np.random.default_rng(seed)
     table = make_table(units, taps, dtype, **changes)
@@ -394,7 +397,8 @@ def build(
     table = dataclasses.replace(base, tokenizer=named)
     stored = dataclasses.replace(stored, table=table)
     ledger.check_weights({"embed": "aa", "blocks": "bb"})
-    by_channel = {tap: part.scale for tap, part in coded.items() if not part.by_row}
+    measured = coded if scales_of is None else scales_of.coded
+    by_channel = {tap: part.scale for tap, part in measured.items() if not part.by_row}
     if by_channel:
         ledger.create_scales(table, by_channel)
     wanted = [*range(len(units))] if commit is None else [*commit]

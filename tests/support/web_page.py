@@ -131,7 +131,8 @@ class Built:
                 previews=self.previews[unit], kept={}, index=index,
             )  # fmt: skip
             done = writer.finish(
-                table=table, fingerprint=self.table.fingerprint, tokens=len(index),
+                table=table, fingerprint=self.table.fingerprint,
+                made_from=Ledger(objects).made_from(self.table, unit) or "", tokens=len(index),
                 documents=len(np.unique(index["doc"])), contexts=1, skipped={},
                 text_digest="0123", made_by={"spile": "test"},
             )  # fmt: skip

@@ -59,3 +59,8 @@ def contents_digest(contents: Iterable[bytes]) -> str:
     for data in contents:
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
+
+
+def summed_digest(hashes: Iterable[int]) -> str:
+    """Return the sum of 128-bit hashes, in any order, as 32 hexadecimal digits."""
+    return f"{sum(hashes) % (1 << 128):032x}"

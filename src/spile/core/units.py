@@ -43,6 +43,9 @@ class Unit:
     tokens: int  # an estimate; tokenizing the unit gives the exact count
     spans: tuple[Span, ...]
     skip: tuple[int, ...] = ()  # documents whose text occurred before
+    # In a unit merged from several: the number of documents of each, which are packed by themselves
+    # so that the rows stay in their order. Empty: all documents are packed together.
+    packed: tuple[int, ...] = ()
 
     @property
     def doc_runs(self) -> list[tuple[int, int]]:

@@ -14,6 +14,7 @@ from typing import Any, Self, cast
 import numpy as np
 import xxhash
 
+from spile.core.identity import summed_digest
 from spile.corpus.select import BLANK, EMPTY, FILTERED, TOO_LARGE
 
 LONGEST = 4096  # characters of one value
@@ -163,12 +164,12 @@ class Documents:
         return [document.columns and document.columns[column] for document in self.every]
 
     def digest(self) -> str:
-        """Return a hash of exactly the documents that were read; it is stored with the unit."""
-        digest = xxhash.xxh3_128()
-        for document in self.usable:
-            data = document.content
-            digest.update(f"{document.ordinal} {len(data)}\n".encode() + data)
-        return digest.hexdigest()
+        """Return a hash of exactly the documents that were read; it is stored with the unit.
+
+        It is the sum of their hashes, so that of a merged unit is the sum of those of its units.
+        """
+        hashes = (xxhash.xxh3_128_intdigest(document.content) for document in self.usable)
+        return summed_digest(hashes)
 
 
 def plain(value: Any) -> bool | int | float | str | None:

@@ -8,6 +8,8 @@ A filter chooses which tokens become stored rows. It never moves anything: all t
 but rows without a chosen token are left out.
 """
 
+import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -141,17 +143,20 @@ def pack_unit(
     pack: str,
     rows: RowFilter | None = None,
     roles: Sequence[np.ndarray] = (),
+    apart: Sequence[int] = (),
 ) -> PackedUnit:
     """Cut documents into contexts, place the contexts in rows, and index every kept token.
 
     Args:
+        apart: the number of documents in each run that is packed by itself; empty: all together.
         roles: flags of each document's tokens; empty if the documents have no speakers.
     """
     contexts: list[tuple[int, int, np.ndarray]] = []  # document, offset of its first token, tokens
     ends: list[int] = []  # flags of each context's last token
     said: list[np.ndarray | int] = []  # flags of each context's tokens
-    for number, (ordinal, tokens) in enumerate(zip(ordinals, documents, strict=True)):
-        stop = min(len(tokens), seq_len) if long_docs == "truncate" else len(tokens)
+    most = seq_len if long_docs == "truncate" else sys.maxsize
+    stops = [min(len(tokens), most) for tokens in documents]
+    for number, (ordinal, tokens, stop) in enumerate(zip(ordinals, documents, stops, strict=True)):
         for offset in range(0, stop, seq_len):
             contexts.append((ordinal, offset, tokens[offset : min(offset + seq_len, stop)]))
             ends.append(LAST if offset + seq_len < stop else LAST | END)
@@ -161,7 +166,13 @@ def pack_unit(
     if pack == "none":
         bins = [[item] for item in range(len(contexts))]
     else:
-        bins = first_fit_decreasing(lengths, seq_len)
+        held = np.cumsum([0, *(-(-stop // seq_len) for stop in stops)])  # contexts before each
+        runs = held[np.cumsum([0, *(apart or (len(documents),))])].tolist()
+        bins = [
+            [first + item for item in items]
+            for first, last in itertools.pairwise(runs)
+            for items in first_fit_decreasing(lengths[first:last], seq_len)
+        ]
 
     shape = (len(bins), seq_len)
     ids, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))

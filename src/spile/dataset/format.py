@@ -58,7 +58,7 @@ from spile.core.errors import CorruptError, StoreError
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.objects import Objects
 
-FORMAT = 7
+FORMAT = 8
 GROUP_UNITS = 256  # one page of a bucket's listing holds their records, attempts or heartbeats
 
 UNITS = "units.json"
@@ -296,6 +296,12 @@ def parse_segment_key(key: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def parse_generation(key: str) -> int:
+    """Return the number of the generation that an object belongs to; 0 for the table."""
+    match = re.match(rf"{GENERATIONS}(\d{{8}})[./]", key)
+    return int(match[1]) if match else 0
+
+
 def parse_attempt_key(key: str) -> tuple[int, str] | None:
     """Return the unit and attempt of an object under `attempts/`."""
     match = re.fullmatch(r"attempts/\d{6}/(\d{8})/([^/]+)/[^/]+", key)
@@ -373,6 +379,7 @@ class Done:
     unit: int
     attempt: str
     fingerprint: str
+    made_from: str  # digest of what the unit was made from: `Ledger.made_from`
     rows: int
     tokens: int  # read by the model; rows are the chosen ones of them
     documents: int
@@ -384,6 +391,11 @@ class Done:
     statistics: Shard
     documents_table: Shard
     made_by: Mapping[str, Any]
+
+    @property
+    def text_hash(self) -> int:
+        """The sum of the hashes of the documents that were read."""
+        return int(self.text_digest or "0", 16)
 
     def files(self) -> tuple[Shard, ...]:
         return (*self.shards, *(getattr(self, name) for name in BESIDE))
@@ -436,13 +448,15 @@ class Done:
 def _audit_types(done: Done) -> None:
     counts: list[Any] = [done.unit, done.rows, done.tokens, done.documents, done.contexts]
     counts += done.skipped.values()
-    texts: list[Any] = [done.attempt, done.fingerprint, done.text_digest, *done.made_by.keys()]
-    texts += done.skipped.keys()
+    texts: list[Any] = [done.attempt, done.fingerprint, done.made_from, done.text_digest]
+    texts += [*done.made_by.keys(), *done.skipped.keys()]
     for file in done.files():
         counts += [file.first, file.count, file.bytes]
         texts += [file.tap, file.digest, file.etag]
     if not all(map(is_count, counts)):
         raise ValueError("a count is not a number")
+    if not re.fullmatch(r"[0-9a-f]{0,32}", done.text_digest):
+        raise ValueError("the hash of its texts is not one")
     if not all(map(is_name, texts)) or not _NAME.fullmatch(done.attempt):
         raise ValueError("a name is not a text")
 

@@ -4,8 +4,9 @@ A run, a plan, a check and a benchmark all prepare a unit with the one function 
 tokenizes, selects and packs documents, and makes the columns of the documents file.
 """
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -131,7 +132,12 @@ def prepare_unit(
         documents = reader.read(unit.spans, unit.first_doc, unit.skip)
     with timed("preparing"):
         prepared = prepare_documents(
-            job.recipe, job.tokenizer, documents, with_table=with_table, timed=timed
+            job.recipe,
+            job.tokenizer,
+            documents,
+            packed_apart=unit.packed,
+            with_table=with_table,
+            timed=timed,
         )
     return replace(prepared, unit=unit.id, attempt=attempt)
 
@@ -141,10 +147,15 @@ def prepare_documents(
     tokenizer: TextTokenizer,
     documents: Documents,
     *,
+    packed_apart: Sequence[int] = (),
     with_table: bool = True,
     timed: Timed = lambda stage: nullcontext(),
 ) -> PreparedUnit:
-    """Tokenize documents, leave out those of the wrong length, and pack the others."""
+    """Tokenize documents, leave out those of the wrong length, and pack the others.
+
+    Args:
+        packed_apart: `Unit.packed`.
+    """
     digest, ordinals = documents.digest(), documents.ordinals
     with timed("tokenizing"):
         tokens, flags = tokenize(tokenizer, documents)
@@ -161,6 +172,7 @@ def prepare_documents(
             pack=recipe.pack,
             rows=RowFilter(recipe.where, recipe.every),
             roles=[flags[number] for number in chosen] if flags else (),
+            apart=_packed_of_each(documents, packed_apart, {ordinals[n] for n in chosen}),
         )
     left_out = {
         ordinal: reason for ordinal, reason in zip(ordinals, reasons, strict=True) if reason
@@ -179,6 +191,15 @@ def prepare_documents(
         digest=digest,
         documents=_documents_table(told, packed) if with_table else {},
     )
+
+
+def _packed_of_each(
+    documents: Documents, runs: Sequence[int], chosen: Collection[int]
+) -> list[int]:
+    """Return how many documents of each run are packed; `runs` count the others, too."""
+    packed = [document.ordinal in chosen for document in documents.every]
+    ends = itertools.accumulate(runs, initial=0)
+    return [sum(packed[first:last]) for first, last in itertools.pairwise(ends)]
 
 
 def _documents_table(documents: Documents, packed: PackedUnit) -> dict[str, np.ndarray]:

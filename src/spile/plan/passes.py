@@ -9,7 +9,7 @@ from spile.core.recipe import OF_A_PASS, ResolvedRecipe
 from spile.corpus.files import lasting
 from spile.dataset import format as fmt
 from spile.dataset.records.ledger import Ledger
-from spile.dataset.records.passes import Pass, live_passes, pass_name, recipe_of_pass
+from spile.dataset.records.passes import Pass, pass_name, readable_passes, recipe_of_pass
 from spile.dataset.records.table import Table
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.sae import identity
@@ -107,9 +107,8 @@ def _pass_of(dataset: Ledger, planned: Table) -> Pass:
 def _refuse_present(dataset: Ledger, table: Table, planned: Table, name: str) -> None:
     """Raise if the dataset or another of its passes already has one of the taps."""
     there = {tap: table.recipe for tap in table.taps}
-    for other in live_passes(dataset):
+    for other, found in readable_passes(dataset, table):
         if other.name != name:
-            found = other.ledger.table()
             there |= {tap: found.recipe for tap in found.taps}
     both = [tap for tap in planned.taps if tap in there]
     if not both:

@@ -31,7 +31,7 @@ from spile.dataset.codec.statistics import TapStats
 from spile.dataset.records.heartbeat import Presence
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.manifest import Manifest
-from spile.dataset.records.passes import live_passes
+from spile.dataset.records.passes import readable_passes
 from spile.dataset.records.prediction import Prediction, read_prediction
 from spile.dataset.records.table import Table
 from spile.metrics import Counters, MetricsRun, Reporter, open_backends, parse_backends
@@ -156,6 +156,8 @@ def extract(
             )
             with progress(counters, quiet=not shows_itself) as shown:
                 outcome = run.extract(recipe, on_start or shown)
+                while run.has_more_units(outcome):
+                    outcome = run.extract(recipe, on_start or shown)
             world.close()
         except BaseException as error:
             first = world.failed(error)
@@ -208,6 +210,27 @@ class Extraction(RunContext):
         if world.leads and table.generations:
             _tell_passes_behind(ledger, table)
         return outcome_of(ledger, table, cost, runtime)
+
+    def has_more_units(self, outcome: Outcome) -> bool:
+        """Return whether the dataset has grown while taps were added, so that they lack units."""
+        if not self.world.leads or not self.ledger.of_pass or not outcome.complete:
+            return False
+        dataset = self.ledger.of_pass.dataset
+        newest = dataset.table()
+        if len(newest.units) == outcome.units_total:
+            return False
+        if dataset.derived.read_manifest(newest.layout) is None:
+            _log.warning(
+                "%s: documents are being added there; these taps lack them until the same command "
+                "runs again after that", self.ledger.url
+            )  # fmt: skip
+            return False
+        if self.world.processes > 1:  # (what joined processes share has one name a run)
+            raise StoreError(
+                f"{self.ledger.url}: documents were added meanwhile, which these taps lack; run "
+                "the same command again"
+            )
+        return True
 
     def work(self, parts: Assembly) -> None:
         """Load the model, and do units as long as there are any."""
@@ -299,9 +322,9 @@ def stop_on_signal(
 
 def _tell_passes_behind(ledger: Ledger, table: Table) -> None:
     """Warn of taps that were added before the dataset grew, and lack the new documents."""
-    for each in live_passes(ledger):
+    for each, found in readable_passes(ledger, table):
         if each.is_behind(table):
-            taps = ",".join(each.ledger.table().recipe.taps)
+            taps = ",".join(found.recipe.taps)
             _log.warning(
                 "%s lack the new documents; the dataset reads without those until you run "
                 "spile extract --out %s --add-taps %s", taps, ledger.url, taps,

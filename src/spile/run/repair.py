@@ -16,7 +16,7 @@ from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError
 from spile.dataset import format as fmt
 from spile.dataset.maintain.compact import COMPACTED, recopy
-from spile.dataset.maintain.repair import Repair, Repaired
+from spile.dataset.maintain.repair import Repair, Repaired, set_pass_aside
 from spile.dataset.maintain.verify import Report
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import Pass
@@ -47,7 +47,8 @@ def repair(
 
     Args:
         recipe: names model and corpus, if they have moved.
-        source: for a compacted dataset, the dataset it was compacted from.
+        source: for a compacted dataset, the dataset it was compacted from: units are copied again
+            instead of computed.
         partial: only set damaged records aside, for the next `extract` to make their units.
     """
     run = bound(extract, recipe, counters=counters, on_start=on_start, stop=stop)
@@ -66,8 +67,11 @@ def repair(
 
     repaired = repaired_as(Repair(report, Ledger(objects)))
     for name, found in report.passes.items():
-        if not found.ok:
-            repaired.passes[name] = repaired_as(Repair(found, Pass(Ledger(objects), name).ledger))
+        damaged = Pass(Ledger(objects), name)
+        if not found.ok and not damaged.is_readable:
+            repaired.passes[name] = set_pass_aside(damaged)
+        elif not found.ok:
+            repaired.passes[name] = repaired_as(Repair(found, damaged.ledger))
     return repaired
 
 
@@ -81,11 +85,6 @@ def _make_again(making: Repair, source: Objects | None, run: Callable[..., objec
             f"{url}: no single unit of a shuffled dataset can be made again, since its "
             "rows come from all over the corpus; `spile shuffle SOURCE DEST --seed "
             f"{table.shuffled['seed']}` makes all of it"
-        )
-    if COMPACTED in made_by and source is None:
-        raise ConfigError(
-            f"{url} was made by `spile compact`: name the dataset it was made of with "
-            "--from, and its units are copied from there again"
         )
     if made_by and COMPACTED not in made_by and source is not None:
         raise ConfigError(f"--from: {url} was made by `spile extract`, not copied")
@@ -119,6 +118,9 @@ def _as_it_was(making: Repair, made_by: Mapping[str, Any]) -> Runtime:
     Steps of the same shape, mesh and kind of device give the same bits.
     """
     runtime = Runtime(compress=making.compressed())
+    (made_by, *_) = made_by.get("rows_by") or [
+        made_by
+    ]  # by whom the rows of merged units were made
     mesh, rows = str(made_by.get("mesh")), made_by.get("batch_rows")
     sizes = {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d{1,6})", mesh)}
     prepared_device()

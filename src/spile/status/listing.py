@@ -8,7 +8,7 @@ from spile.core.errors import ConfigError
 from spile.dataset import format as fmt
 from spile.dataset.format import TapInfo
 from spile.dataset.records.ledger import Ledger
-from spile.dataset.records.passes import live_passes, named
+from spile.dataset.records.passes import readable_passes
 from spile.dataset.records.segments import Catalog, TapFiles
 from spile.dataset.records.table import Table
 from spile.objects import Objects
@@ -93,10 +93,8 @@ def list_files(objects: Objects, unit: int | None = None, tap: str | None = None
     """
     ledger = Ledger(objects)
     table = ledger.table()
-    tables: dict[Ledger, Table] = {ledger: table}
-    for each in live_passes(ledger):
-        with named(each.name):
-            tables |= {each.ledger: found} if (found := each.table_over(table)) else {}
+    passes = readable_passes(ledger, table)
+    tables = {ledger: table, **{each.ledger: found for each, found in passes}}
     taps = dict.fromkeys(name for each in tables.values() for name in each.taps)
     known = (*taps, *fmt.BESIDE_TAPS)
     if tap is not None and tap not in known:

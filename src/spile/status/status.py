@@ -6,7 +6,7 @@ from typing import Any
 
 from spile.dataset.records.heartbeat import HeartbeatObserver, read_workers
 from spile.dataset.records.ledger import Ledger
-from spile.dataset.records.passes import live_passes, named
+from spile.dataset.records.passes import named, readable_passes
 from spile.dataset.records.prediction import read_prediction
 from spile.dataset.records.segments import Totals
 from spile.dataset.records.table import Table
@@ -97,11 +97,9 @@ def read_status(objects: Objects, observer: HeartbeatObserver | None = None) -> 
 def _passes(
     ledger: Ledger, base: Table, observer: HeartbeatObserver | None
 ) -> Iterator[PassStatus]:
-    for each in live_passes(ledger):
+    for each, table in readable_passes(ledger, base):
         with named(each.name):
-            table = each.table_over(base)
-            if table is not None:  # (None: it was dropped just now, and removed)
-                yield PassStatus(name=each.name, **_progress(each.ledger, table, observer)[1])
+            yield PassStatus(name=each.name, **_progress(each.ledger, table, observer)[1])
 
 
 def _progress(

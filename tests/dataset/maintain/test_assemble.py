@@ -77,11 +77,10 @@ def test_a_part_with_fewer_taps_has_the_recipe_of_an_extraction_of_those(tmp_pat
 def test_datasets_are_joined_one_after_the_other(kind: str, tmp_path: Path) -> None:
     taps = getattr(stored, kind)
     one = stored.copied(tmp_path / "a", taps=taps, keep=("url",))
+    units = ((7, 0), (9, 2, 11))
     two = stored.build(
-        tmp_path / "b", ((7, 0), (9, 2, 11)), taps=taps, seed=5, keep=("url",), **OTHER
+        tmp_path / "b", units, taps=taps, seed=5, keep=("url",), scales_of=one, **OTHER
     )
-    if kind == "SCALED":
-        _share_scales(one, two)
     dest = LocalObjects(tmp_path / "dest")
     told = merge([one.objects, two.objects], dest)
     ds = checked(dest)
@@ -107,12 +106,6 @@ def test_datasets_are_joined_one_after_the_other(kind: str, tmp_path: Path) -> N
     assert [origin["first_doc"] for origin in Ledger(dest).table().made_of] == [0, docs]
     batch = next(iter(ds.batches([ds.taps[0]], 50, seed=1)))
     assert len(batch["index"]) == 50
-
-
-def _share_scales(one: stored.Stored, two: stored.Stored) -> None:
-    """As if both had been measured alike; the codes are as good as any."""
-    two.objects.delete(fmt.SCALES)
-    two.objects.create(fmt.SCALES, one.objects.get(fmt.SCALES))
 
 
 @pytest.mark.parametrize("verb", ["part", "merge"])
@@ -161,8 +154,7 @@ def test_other_datasets_are_not_merged_and_one_line_says_what_differs(tmp_path: 
     refused(other("c", every=2), "differ in every: None and 2")
     refused(other("d", corpus=("12-ab",)), "both hold the documents of 12-ab")
     refused(other("e"), "have different int8 scales for q.1")
-    weights = other("f")
-    _share_scales(one, weights)
+    weights = other("f", scales_of=one)
     weights.objects.delete(fmt.MODEL)
     weights.ledger.check_weights({"embed": "cc"})
     refused(weights, "were made with different weights")

@@ -56,7 +56,7 @@ def test_a_signature_holds_for_the_copy(tmp_path: Path) -> None:
     assert contents(LocalObjects(dest)) == contents(made.objects)
 
 
-def test_a_killed_copy_cannot_be_opened_and_the_same_command_continues(
+def test_a_killed_copy_is_an_unfinished_dataset_and_the_same_command_continues(
     tmp_path: Path,
 ) -> None:
     made = stored.copied(tmp_path / "out", units=((5, 21), (4,)))
@@ -68,9 +68,10 @@ def test_a_killed_copy_cannot_be_opened_and_the_same_command_continues(
             break
         except stored.Stopped:
             stopped += 1
-            assert not (root / fmt.UNITS).exists()
-            with pytest.raises(StoreError, match="no dataset there"):
-                open_dataset(str(root), partial=True)
+            with pytest.raises(StoreError, match=r"no dataset there|units are done"):
+                open_dataset(str(root))
+            if (root / fmt.UNITS).exists():
+                assert open_dataset(str(root), partial=True).num_tokens in (0, 4, 26, 30)
             for key, data in contents(LocalObjects(root)).items():
                 assert data == wanted.get(key, data), "a file under its key is whole"
     assert stopped > 5
@@ -125,10 +126,11 @@ def test_added_taps_and_added_documents_are_carried(tmp_path: Path) -> None:
     dropped.drop()
     dest = LocalObjects(tmp_path / "dest")
     replicate(made.objects, dest)
+    gone = fmt.pass_prefix(dropped.name)
     assert contents(dest) == {
         key: data
         for key, data in contents(made.objects).items()
-        if not key.startswith(fmt.pass_prefix(dropped.name))
+        if not key.startswith(gone) or key == gone + fmt.DROPPED
     }
     assert verify(dest).ok
     assert open_dataset(dest.url).taps == open_dataset(made.path).taps
@@ -138,14 +140,15 @@ def test_added_taps_and_added_documents_are_carried(tmp_path: Path) -> None:
 def test_damage_is_not_copied(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     full = pytestconfig.getoption("--chaos-full")
     made = stored.copied(tmp_path / "out", taps=stored.SCALED, **stored.WITH_TOKENIZER)
-    keys = [key for key in contents(made.objects) if key != fmt.PREDICTION]
+    sound = contents(made.objects)
+    keys = [key for key in sound if key != fmt.PREDICTION]
     for number, key in enumerate(sorted(keys)[:: 1 if full else 3]):
         dest = LocalObjects(tmp_path / f"dest-{number}")
         stored.flip(made.path / key, (made.path / key).stat().st_size // 2)
         with pytest.raises(StoreError):
             replicate(made.objects, dest)
         stored.flip(made.path / key, (made.path / key).stat().st_size // 2)
-        assert not (dest.root / fmt.UNITS).exists()
+        assert contents(dest).items() <= sound.items()
 
 
 def test_another_dataset_is_not_overwritten(tmp_path: Path) -> None:

@@ -192,7 +192,8 @@ def test_files_of_a_failed_commit_go_only_if_there_is_certainly_no_record(
     writer = UnitWriter(unfinished.objects, 0, index[:0], {}, 60)
     done = writer.finish(
         table=stored.describe_documents(unfinished.table, 0, index[:0]),
-        fingerprint="", tokens=0, documents=0, contexts=0, skipped={}, text_digest="", made_by={},
+        fingerprint="", made_from="", tokens=0, documents=0, contexts=0, skipped={}, text_digest="",
+        made_by={},
     )  # fmt: skip
 
     def fail(*_: object) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from simulator.preemptible import MadeFiles, UnitIds, table_of
+from simulator.preemptible import WEIGHTS, MadeFiles, UnitIds, table_of
 from spile.core.system import system
 from spile.dataset import format as fmt
 from spile.dataset.records.heartbeat import Presence
@@ -23,13 +23,14 @@ def requests_for(units: int, proxy: str) -> dict[str, int]:
     """Requests of a worker that does all units, from its first look to the manifest."""
     ledger = Ledger(open_objects(servers.new_s3_store()))
     table = ledger.create_table(table_of(units))
+    ledger.check_weights(WEIGHTS)
     job: Any = SimpleNamespace(units=UnitIds(units), table=table)
     presence = Presence(ledger.objects, 30, ledger.layout)
     budget = Budget(table, ledger, None)
     picker = StorePicker(job, ledger, presence, budget, threading.Event())
     before = servers.kinds(proxy)
     while (unit := picker.take()[0]) is not None:
-        files = MadeFiles(cast(Any, ledger.objects), unit.id, system().token(8))
+        files = MadeFiles(cast(Any, ledger.objects), table, unit.id, system().token(8))
         with Attempt(ledger, cast(Any, files)) as attempt:
             assert attempt.commit(files.finish())
         picker.done(unit.id)

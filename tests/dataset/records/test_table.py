@@ -237,7 +237,7 @@ FORMAT_1 = {
 def test_a_store_of_format_1_is_refused_with_the_reason(tmp_path: Path) -> None:
     objects = LocalObjects(tmp_path / "old")
     objects.create(fmt.UNITS, (json.dumps(FORMAT_1, sort_keys=True, indent=1) + "\n").encode())
-    reason = "units.json: written in format 1, but this version of spile reads format 7"
+    reason = "units.json: written in format 1, but this version of spile reads format 8"
     asks: list[Callable[[], object]] = [
         lambda: Ledger(objects).table(),
         lambda: spile.open(str(tmp_path / "old")),

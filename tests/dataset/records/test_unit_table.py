@@ -41,16 +41,20 @@ def test_units_are_merged_with_their_spans_and_skips() -> None:
     columns = UnitColumns.of([*UNITS, Unit(3, 10, 3, 5, (SPAN, SPAN), (11,))])
     following, moved = UNITS[2].spans, replace(SPAN, doc=10)
     assert [*columns.merged(np.array([4]))] == [
-        Unit(0, 0, 9, 22, (SPAN, *following, moved, SPAN), (4, 5, 2, 11))
+        Unit(0, 0, 9, 22, (SPAN, *following, moved, SPAN), (4, 5, 2, 11), (2, 0, 4, 3))
     ]
     # The documents of a unit that begins a merged one follow from that one's first.
     assert [*columns.merged(np.array([3, 4]))][1] == replace(columns[3], id=1)
     assert columns.merged(np.arange(1, 5)) == columns
     assert [*columns.merged(np.array([1, 3]))] == [
         UNITS[0],
-        Unit(1, 2, 4, 10, following, (4, 5, 2)),
+        Unit(1, 2, 4, 10, following, (4, 5, 2), (0, 4)),
     ]
     assert [*columns.merged(np.array([], np.int64))] == []
+    # What was merged before stays packed as it was.
+    again = columns.merged(np.array([1, 3, 4])).merged(np.array([2, 3]))
+    assert [unit.packed for unit in again] == [(2, 0, 4), ()]
+    assert [unit.packed for unit in columns.merged(np.array([2, 4])).part(1, 2)] == [(4, 3)]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,7 @@ def test_an_invalid_unit_is_refused(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", [*UnitColumns.of(UNITS).columns])
 def test_columns_that_do_not_fit_together_are_refused(name: str) -> None:
-    good = UnitColumns.of(UNITS).columns
+    good = UnitColumns.of([*UNITS[:2], replace(UNITS[2], packed=(1, 3))]).columns
     for spoilt in (good[name][:-1], good[name].astype(np.float32), None):
         columns = {**good, name: spoilt}
         broken = {key: column for key, column in columns.items() if column is not None}

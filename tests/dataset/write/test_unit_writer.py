@@ -19,8 +19,8 @@ from support import stored
 
 DESCRIBED: dict[str, Any] = {
     "table": {"doc": np.arange(3)},
-    "fingerprint": "f", "tokens": 30, "documents": 1, "contexts": 1, "skipped": {},
-    "text_digest": "t", "made_by": {},
+    "fingerprint": "f", "made_from": "", "tokens": 30, "documents": 1, "contexts": 1, "skipped": {},
+    "text_digest": "1", "made_by": {},
 }  # fmt: skip
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 PAIR = {"a": TapInfo((2,), "bfloat16")}
@@ -420,8 +420,8 @@ def test_parts_of_a_unit_are_files_of_their_own(tmp_path: Path) -> None:
         first += rows
     others = [writer.finish_part() for writer in written[1:]]
     done = written[0].finish(
-        others, table=documents, fingerprint="f", tokens=1, documents=1, contexts=1, skipped={},
-        text_digest="t", made_by={},
+        others, table=documents, fingerprint="f", made_from="", tokens=1, documents=1, contexts=1,
+        skipped={}, text_digest="1", made_by={},
     )  # fmt: skip
     foreseen = unit_bytes(made.table.taps, parts, documents, 100)
     assert foreseen == sum(file.bytes for file in done.files())

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from spile.core.errors import ConfigError
 from spile.core.threads import OnProgress
@@ -248,7 +249,7 @@ def _units(
     for part in parts:
         for done in part.records.of(part.units):
             number = next(numbers)
-            files = () if number in there else _files(part, done, number, new.table, copier)
+            files = () if number in there else _files(part, done, number, new, copier)
             yield UnitCopy([*files], partial(_commit, new, number, done))
 
 
@@ -265,7 +266,9 @@ def _commit(new: NewDataset, number: int, source: Done, files: Sequence[Shard]) 
         made = replace(
             source,
             unit=number,
+            attempt=_attempt(new, number, source),
             fingerprint=new.table.fingerprint,
+            made_from=new.made_from(number),
             shards=tuple(shards),
             index=index,
             statistics=statistics,
@@ -277,11 +280,21 @@ def _commit(new: NewDataset, number: int, source: Done, files: Sequence[Shard]) 
     return new.ours(number, origin)
 
 
+def _attempt(new: NewDataset, number: int, source: Done) -> str:
+    """Return the attempt under which a unit's files are copied.
+
+    It follows from the content of the files, some of which are changed. So a second call continues,
+    and a key never gets other content: readers keep what they have read from a bucket.
+    """
+    return xxhash.xxh3_64_hexdigest(f"{source.attempt} {new.made_from(number)}".encode())
+
+
 def _files(
-    part: _Source, done: Done, number: int, table: Table, copier: FileCopier
+    part: _Source, done: Done, number: int, new: NewDataset, copier: FileCopier
 ) -> Iterator[Callable[[], Shard]]:
     """Yield a function that makes each file of a unit: shards, then the files beside them."""
-    prefix = table.layout.attempt_prefix(number, done.attempt)
+    table = new.table
+    prefix = table.layout.attempt_prefix(number, _attempt(new, number, done))
 
     def key(file: Shard) -> str:
         return prefix + file.key.rpartition("/")[2]

@@ -173,7 +173,7 @@ def recopy(source: Objects, ledger: Ledger, units: Sequence[int], *, compress: b
         raise _other_source_error(source, ledger)
     for unit in sorted(ledger.done_units()):
         done, origin = ledger.read_done(unit), merging.origin(unit, merging.summary(unit))
-        if done is None or done.made_by.get(COMPACTED) != origin:
+        if done is None or done.made_by.get(COMPACTED, origin) != origin:  # (or made again)
             raise _other_source_error(source, ledger)
     shard_bytes = table.shard_limit(ledger.objects, SHARD_BYTES)
     for unit in units:

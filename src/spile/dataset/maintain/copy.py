@@ -42,7 +42,7 @@ from spile.dataset.format import Done, Shard, TapInfo
 from spile.dataset.maintain.finished import FinishedRecords, RecordsSummary
 from spile.dataset.read.checked_file import WINDOW_BYTES, CheckedFile
 from spile.dataset.records.ledger import Ledger
-from spile.dataset.records.table import Table, read_tokenizer
+from spile.dataset.records.table import Table, create_table, read_tokenizer
 from spile.dataset.write.unit_writer import Attempt
 from spile.objects import PROBES, Objects
 
@@ -243,13 +243,20 @@ class NewDataset:
         if not copy_records(source, records, self.objects):
             raise self.other_dataset_error()
 
+    def made_from(self, unit: int) -> str:
+        """Return the digest of what a unit is made from, for its done record."""
+        return self.ledger.must_be_made_from(self.table, unit)
+
     def ours(self, unit: int, origin: Mapping[str, Any]) -> Done:
         """Return a unit that is done; refuse one that was made from anything else."""
         done = self.ledger.read_done(unit)
         if done is None:
             key = self.ledger.layout.done_key(unit)
             raise CorruptError(key, f"is missing from {self.objects.url}")
-        if _origin(done.made_by.get(self._key, {})) != origin:
+        same = _origin(done.made_by.get(self._key, {})) == origin
+        if done.made_from:  # (runs of a shuffle have none)
+            same = same and done.made_from == self.made_from(unit)
+        if not same:
             raise self.other_dataset_error()
         refuse_missing(self.ledger, done)
         return done
@@ -272,6 +279,7 @@ class NewDataset:
         made = attempt.writer.finish(
             table=documents,
             fingerprint=self.table.fingerprint,
+            made_from=self.made_from(attempt.writer.unit),
             **{name: getattr(summary, name) for name in _SUMMARY},
             made_by={"spile": version("spile"), self._key: made_from, "rows_by": makers},
         )
@@ -281,7 +289,8 @@ class NewDataset:
         """Create the table, which makes it a dataset; `changes` are fields that differ in it."""
         table = replace(self.table, **changes)
         self.ledger.complete(table)
-        if _identity(self.ledger.create_table(table)) != _identity(table):
+        create_table(self.objects, table)
+        if _identity(self.ledger.table()) != _identity(table):
             raise self.other_dataset_error()
 
     def other_dataset_error(self) -> ConfigError:

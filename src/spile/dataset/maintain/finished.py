@@ -14,6 +14,7 @@ import xxhash
 
 from spile.core.config import flag_of
 from spile.core.errors import ConfigError, CorruptError, StoreError
+from spile.core.identity import summed_digest
 from spile.core.recipe import ResolvedRecipe, latent_names
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
@@ -50,7 +51,7 @@ def open_finished(
     Raises:
         ConfigError: if the taps are not those of one recipe.
     """
-    parts = finished_parts(source)
+    parts = finished_parts(source, taps)
     own = parts[0]
     aliases = {tap: info.aliases for part in parts for tap, info in part.table.taps.items()}
     kept = choose_taps(source.url, aliases, taps)
@@ -62,18 +63,31 @@ def open_finished(
     return table, FinishedRecords(parts, kept)
 
 
-def finished_parts(source: Objects) -> "list[FinishedPart]":
-    """Return a dataset, which must be finished, and its passes that are complete."""
+def finished_parts(
+    source: Objects, taps: str | Sequence[str] | None = None
+) -> "list[FinishedPart]":
+    """Return a dataset, which must be finished, and its passes that are complete.
+
+    Args:
+        taps: those that are needed, by any of their names: passes without one are left out.
+    """
     ledger = Ledger(source)
     own = _finished_part(ledger)
     parts = [own]
+    passes = [(each, each.table_over(own.table)) for each in live_passes(ledger)]
+    found = [(each, table) for each, table in passes if table]
+    every = {tap: info.aliases for _, table in found for tap, info in table.taps.items()}
+    every |= {tap: info.aliases for tap, info in own.table.taps.items()}
+    wanted = choose_taps(source.url, every, taps)
     # (By their taps: those of two datasets, which are to be merged, have different names.)
-    for each in sorted(live_passes(ledger), key=lambda each: each.ledger.table().recipe.taps):
+    for each, table in sorted(found, key=lambda pair: pair[1].recipe.taps):
+        if table.taps.keys().isdisjoint(wanted):
+            continue
         if each.is_behind(own.table):
-            taps = ",".join(each.ledger.table().recipe.taps)
+            named = ",".join(table.recipe.taps)
             raise StoreError(
-                f"{source.url}: {taps} lack the documents that were added later; finish with "
-                f"`spile extract --out {source.url} --add-taps {taps}` first"
+                f"{source.url}: {named} lack the documents that were added later; finish with "
+                f"`spile extract --out {source.url} --add-taps {named}`, or choose others by --taps"
             )
         if each.finished(own.table):
             parts.append(_finished_part(each.ledger, own.catalog))
@@ -99,8 +113,8 @@ class FinishedPart:
         key, done = self.ledger.layout.done_key(unit), self.ledger.read_done(unit)
         if done is None:
             raise CorruptError(self.prefix + key, "is missing")
-        if done.fingerprint != self.table.fingerprint:
-            raise CorruptError(self.prefix + key, "belongs to another recipe")
+        if why := self.ledger.other_origin(self.table, done):
+            raise CorruptError(self.prefix + key, why)
         if done.rows and {shard.tap for shard in done.shards} != set(self.table.taps):
             raise CorruptError(self.prefix + key, "does not hold the recipe's taps")
         if not same_unit(self.catalog[unit], done):
@@ -222,11 +236,11 @@ class RecordsSummary:
 
 def summarize(records: Iterable[Done]) -> RecordsSummary:
     """Sum up records, of which none is kept."""
-    digest, text, counts = xxhash.xxh3_128(), xxhash.xxh3_128(), Counter[str]()
+    digest, texts, counts = xxhash.xxh3_128(), 0, Counter[str]()
     skipped, makers, sizes = Counter[str](), list[Mapping[str, object]](), Sizes()
     for done in records:
         digest.update(fmt.encode_record("done", done.to_json()))
-        text.update(done.text_digest.encode())
+        texts += done.text_hash
         counts.update(tokens=done.tokens, documents=done.documents, contexts=done.contexts)
         skipped.update(done.skipped)
         maker = {k: v for k, v in done.made_by.items() if k not in fmt.MADE_WHEN}
@@ -235,7 +249,7 @@ def summarize(records: Iterable[Done]) -> RecordsSummary:
         sizes.add(done)
     return RecordsSummary(
         digest=digest.hexdigest(),
-        text_digest=text.hexdigest(),
+        text_digest=summed_digest([texts]),
         tokens=counts["tokens"],
         documents=counts["documents"],
         contexts=counts["contexts"],

@@ -11,7 +11,7 @@ from spile.dataset import format as fmt
 from spile.dataset.records.heartbeat import warn_unreadable, working
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.manifest import named_files
-from spile.dataset.records.passes import Pass, pass_names
+from spile.dataset.records.passes import Pass, pass_names, readable_passes
 from spile.objects import PROBES, Objects, exists
 
 _GROUP = re.compile(r"\d{6}")  # the folder of one
@@ -44,6 +44,7 @@ def collect_garbage(
 
     keys = (key for key in objects.list() if not key.startswith(fmt.PASSES))
     _collect(ledger, keys, abandoned, note)
+    sound = {each.name for each, _ in readable_passes(ledger, ledger.table())}
     for name in pass_names(objects):
         each = Pass(ledger, name)
 
@@ -54,7 +55,7 @@ def collect_garbage(
             for keys in by_group(each.objects.list()):
                 gone = [key for key in keys if key != fmt.DROPPED]
                 inside(mapped(partial(_delete, each.objects), gone, objects.parallel), len(gone))
-        elif exists(each.objects, fmt.PASS):
+        elif name in sound:
             _collect(each.ledger, each.objects.list(), abandoned, inside)
     return sorted(removed)
 

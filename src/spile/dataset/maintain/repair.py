@@ -32,6 +32,7 @@ from spile.dataset.maintain.copy import COPIED, copy_check, copy_records
 from spile.dataset.maintain.finished import open_finished
 from spile.dataset.maintain.verify import Report
 from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.passes import Pass
 from spile.dataset.records.segments import Segment
 from spile.dataset.records.table import Table
 from spile.objects import Objects
@@ -127,9 +128,21 @@ class Repair:
 
     # -- what its ledger asks ----------------------------------------------------------------------
 
-    def before_weights(self) -> None:
-        """Move damaged hashes of the weights aside: the ledger records new ones."""
+    def before_weights(self, digests: Mapping[str, str]) -> None:
+        """Move damaged hashes of the weights aside: the ledger records new ones.
+
+        Raises:
+            StoreError: if the dataset's units were made from other weights.
+        """
         if fmt.MODEL in self.beside:
+            for unit in sorted(self.ledger.done_units())[:1]:
+                done = self.ledger.read_done(unit)
+                if done and done.made_from != self.ledger.made_from(self.table, unit, digests):
+                    raise StoreError(
+                        f"{self.objects.url}/{fmt.MODEL}: cannot be repaired; unit {unit} was made "
+                        "from other weights than these; name the model that it was made with by "
+                        "--model"
+                    )
             self._set_aside(fmt.MODEL)
             self.beside.remove(fmt.MODEL)
             self.repaired.records.append(fmt.MODEL)
@@ -225,6 +238,10 @@ class Repair:
             self._set_aside(key)
             self.beside.remove(key)
             self.repaired.records.append(key)
+        for key in [k for k in self.beside if fmt.parse_done_key(k) is not None]:
+            self._set_aside(key)  # of a unit that does not exist
+            self.beside.remove(key)
+            self.repaired.records.append(key)
         for key in [k for k in self.beside if fmt.parse_worker_key(k)]:
             self.objects.delete(key)  # as `gc` does
             self.beside.remove(key)
@@ -288,16 +305,19 @@ class Repair:
                 columns = columns_in(key, self.objects.get(key))
                 segment = Segment(key, columns, self.layout)
                 # (Of how a unit was made it holds the times alone.)
-                told = [segment.done(at).to_json() for at in range(len(segment))]
-                return [{**each, "made_by": {}} for each in told]
+                found = [segment.done(at) for at in range(len(segment))]
+                return [{**each.to_json(), "made_by": {}} for each in found if self._is_ours(each)]
             if fmt.parse_done_key(original) is None:
                 return []
             body = fmt.decode_record(key, self.objects.get(key), "done")
-            if body.get("fingerprint") != self.table.fingerprint:
-                return []
-            return [Done.from_json(original, body, self.layout).to_json()]
+            done = Done.from_json(original, body, self.layout)
+            return [done.to_json()] if self._is_ours(done) else []
         except (SpileError, OSError, KeyError, TypeError):
             return []
+
+    def _is_ours(self, done: Done) -> bool:
+        known = done.unit < len(self.table.units)
+        return known and self.ledger.other_origin(self.table, done) is None
 
     def _compare(self, done: Done, known: Mapping[str, Any]) -> None:
         """Refuse a unit that differs from the old one: packed differently, or from other texts."""
@@ -333,6 +353,16 @@ class Repair:
             if keys:
                 return keys[0].endswith(fmt.COMPRESSED)
         return False
+
+
+def set_pass_aside(damaged: Pass) -> Repaired:
+    """Move the damaged record of a pass aside. Adding its taps again keeps the units it has."""
+    damaged.objects.move(fmt.PASS, f"{fmt.DAMAGED}{secrets.token_hex(6)}/{fmt.PASS}")
+    _log.warning(
+        "%s was damaged, and is set aside: the same --add-taps makes it again and keeps its units; "
+        "`spile drop --taps %s` removes them", damaged.prefix + fmt.PASS, damaged.name
+    )  # fmt: skip
+    return Repaired(records=[fmt.PASS])
 
 
 def _rows(unit: Done | Mapping[str, Any]) -> dict[tuple[str, int, int], str]:

@@ -1,9 +1,11 @@
 """A whole copy of a dataset: the same records and files, byte for byte, in another place.
 
 Every byte is hashed as it passes and compared with the record that names its file, so damage is
-never copied. A unit's files come before its record, all units before what is derived from them, and
-the table last: until then nobody can open the copy. The same command continues an interrupted copy,
-or one of a dataset that has grown since: files that are there are not copied again.
+never copied. The table and the generations that were read come first, so that every record in the
+copy belongs to a table there; then the units of that table, each after its files; then what is
+derived from them. Until all units are there, the copy is an unfinished dataset. The same command
+continues an interrupted copy, or one of a dataset that has grown or lost taps since: files that are
+there are not copied again.
 """
 
 import hashlib
@@ -28,7 +30,8 @@ from spile.dataset.maintain.copy import (
     refuse_strangers,
 )
 from spile.dataset.records.ledger import Ledger
-from spile.dataset.records.passes import pass_names
+from spile.dataset.records.passes import Pass, pass_names
+from spile.dataset.records.table import Table
 from spile.objects import Objects, check_creates_once, exists
 from spile.objects.local import settle
 
@@ -39,6 +42,10 @@ _REPLACED = (
     fmt.PREDICTION,
     *fmt.SIGNATURES,
 )  # rewritten by every check, and every signature
+_BEFORE_UNITS = re.compile(
+    r"(?:.*/)?(?:units\.json|pass\.json|model\.json|scales\.json|generations/\d{8}\.json"
+    r"|units/[^/]+|tokenizer/.+)"
+)
 _SEGMENT = re.compile(r"(?:.*/)?segments/\d{6}\.safetensors")
 
 
@@ -75,6 +82,19 @@ class _Beside:
     files: list[str] = field(default_factory=list[str])
     digests: dict[str, str] = field(default_factory=dict[str, str])  # digests of segments, by key
 
+    @property
+    def before_units(self) -> "_Beside":
+        """What units are made from: tables, generations, tokenizer, hashes of weights, scales."""
+        return self._part(_BEFORE_UNITS.fullmatch)
+
+    @property
+    def after_units(self) -> "_Beside":
+        return self._part(lambda key: not _BEFORE_UNITS.fullmatch(key))
+
+    def _part(self, wanted: Callable[[str], object]) -> "_Beside":
+        records = {key: data for key, data in self.records.items() if wanted(key)}
+        return _Beside(records, [key for key in self.files if wanted(key)], self.digests)
+
 
 def replicate(
     source: Objects, dest: Objects, *, progress: Callable[[int, int], None] | None = None
@@ -85,32 +105,37 @@ def replicate(
         progress: called with the number of units so far, and in all.
     """
     refuse_nested(source, dest)
-    table = Ledger(source).table()
+    own = Ledger(source)
+    table = own.table()
     if not _refuse_other(dest, fmt.UNITS, source.get(fmt.UNITS)):
         refuse_strangers(dest, [fmt.SCRATCH])
+        Ledger(dest).refuse_strays(0, fmt.UNITS)
     check_creates_once(dest)
-    places = ["", *_passes(source)]
-    # Read these before the units: a manifest that is written later may name units not copied.
-    beside = {place: _beside_of(source, place) for place in places}
-    groups = [(place, group) for place in places for group in _groups(source, place)]
     count, copier = _Count(), FileCopier(dest)
-
+    dropped, places = _passes(own)
+    # Read these before the units: a manifest that is written later may name units not copied.
+    beside = {ledger.prefix: _beside_of(source, ledger.prefix, table) for ledger in places}
+    for ledger in places:
+        _copy_beside(source, dest, ledger, beside[ledger.prefix].before_units, count)
+    for key in dropped:
+        _create(dest, key, source.get(key), count)
+    groups = [(ledger, group) for ledger in places for group in _groups(source, ledger.prefix)]
     units = (
         unit
-        for place, group in groups
-        for unit in _units(source, dest, copier, count, place, group)
+        for ledger, group in groups
+        for unit in _units(source, dest, copier, count, ledger, group, table)
     )
     for was_there in copy_units(units, source, dest):
         count.units, count.there = count.units + 1, count.there + was_there
         if progress:
             progress(count.units, len(table.units) * len(places))
-    own = count.units if len(places) == 1 else len(Ledger(dest).done_units())
-    for place in reversed(places):  # the dataset's own table is the very last
-        _copy_beside(source, dest, place, beside[place], count)
+    there = count.units if len(places) == 1 else len(Ledger(dest).done_units())
+    for ledger in reversed(places):
+        _copy_beside(source, dest, ledger, beside[ledger.prefix].after_units, count)
     copier.clean()
     return Copied(
         dest=dest.url,
-        units=own,
+        units=there,
         units_total=len(table.units),
         units_there=count.there,
         files=count.files,
@@ -121,10 +146,12 @@ def replicate(
 # -- the source ------------------------------------------------------------------------------
 
 
-def _passes(source: Objects) -> list[str]:
-    """Return the folders of the passes that were not dropped."""
-    found = map(fmt.pass_prefix, pass_names(source))
-    return [place for place in found if not exists(source, place + fmt.DROPPED)]
+def _passes(own: Ledger) -> tuple[list[str], list[Ledger]]:
+    """Return the records of dropped passes, and the ledgers of the dataset and its other passes."""
+    every = [Pass(own, name) for name in pass_names(own.objects)]
+    dropped = [each.prefix + fmt.DROPPED for each in every if each.is_dropped]
+    live = [each.ledger for each in every if exists(each.objects, fmt.PASS) and not each.is_dropped]
+    return dropped, [own, *live]
 
 
 def _groups(source: Objects, place: str) -> list[str]:
@@ -133,14 +160,15 @@ def _groups(source: Objects, place: str) -> list[str]:
     return [f"{place}{fmt.DONE}{name}/" for name in names]
 
 
-def _beside_of(source: Objects, place: str) -> _Beside:
-    """Read and check the records beside the units, and list the files."""
+def _beside_of(source: Objects, place: str, table: Table) -> _Beside:
+    """Read and check the records beside the units of a table, and list the files."""
     found = _Beside()
     keys = [place + name for name in fmt.RECORDS]
     folders = [place + folder for folder in fmt.DERIVED]
     for listed in mapped(lambda folder: list(source.list(folder)), folders, source.parallel):
         for key in listed:
-            if source.leftover_of(key) is None:
+            generation = fmt.parse_generation(key[len(place) :])
+            if source.leftover_of(key) is None and generation <= len(table.generations):
                 (
                     keys if key.endswith(".json") and fmt.TOKENIZER not in key else found.files
                 ).append(key)
@@ -170,13 +198,25 @@ def _beside_of(source: Objects, place: str) -> _Beside:
 
 
 def _units(
-    source: Objects, dest: Objects, copier: FileCopier, count: _Count, place: str, group: str
+    source: Objects,
+    dest: Objects,
+    copier: FileCopier,
+    count: _Count,
+    ledger: Ledger,
+    group: str,
+    base: Table,
 ) -> Iterator[UnitCopy[bool]]:
-    """Yield the units of a group with their missing files; each returns whether it was there."""
+    """Yield the units of a group with their missing files; each returns whether it was there.
+
+    Args:
+        base: the dataset's table that was read; units that were added since are left out.
+    """
+    place = ledger.prefix
+    table = base if ledger.of_pass is None else ledger.of_pass.table_over(base)
     keys = [
         key
         for key in sorted(source.list(group))
-        if fmt.parse_done_key(key[len(place) :]) is not None
+        if (unit := fmt.parse_done_key(key[len(place) :])) is not None and unit < len(base.units)
     ]
     attempts = place + fmt.ATTEMPTS + group[len(place + fmt.DONE) :]
     sizes = {entry.key: entry.size for entry in dest.entries(attempts)}
@@ -186,7 +226,10 @@ def _units(
         data = source.get(key)
         if key in there:
             _refuse_other(dest, key, data)
-        return key, data, Done.from_json(key, fmt.decode_record(key, data, "done"))
+        done = Done.from_json(key, fmt.decode_record(key, data, "done"))
+        if table is not None and (why := ledger.other_origin(table, done)):
+            raise CorruptError(key, why)
+        return key, data, done
 
     def copy(file: Shard) -> Shard:
         copied = copier.copy(source, file, file.key)
@@ -216,10 +259,11 @@ def _units(
 
 
 def _copy_beside(
-    source: Objects, dest: Objects, place: str, beside: _Beside, count: _Count
+    source: Objects, dest: Objects, ledger: Ledger, beside: _Beside, count: _Count
 ) -> None:
-    """Copy files first, then records, a manifest after the others, and the table last."""
-    last = [place + name for name in (fmt.MANIFEST, *fmt.SIGNATURES, fmt.PASS, fmt.UNITS)]
+    """Copy files first, then the records that name them, in the order in which they are made."""
+    place = ledger.prefix
+    last = [place + name for name in (fmt.MANIFEST, *fmt.SIGNATURES)]
     parallel = max(source.parallel, dest.parallel)
 
     def copy(key: str) -> None:
@@ -233,8 +277,12 @@ def _copy_beside(
         _create(dest, key, beside.records[key], count)
 
     deque(mapped(copy, beside.files, parallel), maxlen=0)
-    deque(mapped(write, [key for key in beside.records if key not in last], parallel), maxlen=0)
-    for key in last:
+    # The table before its generations, those by number; manifests and signatures after the rest.
+    first = [place + name for name in (fmt.UNITS, fmt.PASS)]
+    generations = sorted(key for key in beside.records if key.startswith(place + fmt.GENERATIONS))
+    ordered = [*first, *generations, *last]
+    deque(mapped(write, [key for key in beside.records if key not in ordered], parallel), maxlen=0)
+    for key in ordered:
         if key in beside.records:
             write(key)
 

@@ -401,6 +401,7 @@ class ScatterPass:
             done = writer.finish(
                 table={"doc": np.empty(0, np.int64)},
                 fingerprint=self.table.fingerprint,
+                made_from="",
                 tokens=0,
                 documents=0,
                 contexts=0,

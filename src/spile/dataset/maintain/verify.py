@@ -33,7 +33,7 @@ from spile.dataset.maintain.signature import (
 from spile.dataset.records.heartbeat import warn_unreadable
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.manifest import Manifest, named_files, same_unit
-from spile.dataset.records.passes import live_passes
+from spile.dataset.records.passes import Pass, live_passes, pass_names, readable_passes
 from spile.dataset.records.prediction import Prediction
 from spile.dataset.records.segments import Segment, derive_segment, read_statistics
 from spile.dataset.records.table import Table, read_tokenizer, table_records, tokenizer_data
@@ -134,6 +134,8 @@ def verify(
     """
     ledger = Ledger(objects)
     report = _audit_ledger(ledger, partial, quick, journal, progress, signed)
+    if report.units:
+        report.faults += _faulty_passes(ledger)
     for each in live_passes(ledger) if report.units else ():
         prefix = each.prefix
         found = _audit_ledger(each.ledger, True, quick, journal, progress, None)
@@ -150,6 +152,28 @@ def verify(
     if journal:
         journal.end()
     return report
+
+
+def _faulty_passes(ledger: Ledger) -> Iterator[str]:
+    """Yield the faults of passes that only show beside others, or without their own record."""
+    live = live_passes(ledger)
+    for name in pass_names(ledger.objects):
+        each = Pass(ledger, name)
+        if name not in {other.name for other in live} and not each.is_dropped and each.bytes:
+            yield (
+                f"{each.prefix}{fmt.PASS}: is missing; add its taps again by the same --add-taps, "
+                f"which keeps its units, or `spile drop --taps {name}`"
+            )
+    base = ledger.table()
+    holders = dict.fromkeys(base.taps, fmt.UNITS)
+    for each, table in readable_passes(ledger, base):
+        for tap in table.taps:
+            if tap in holders:
+                yield (
+                    f"{each.prefix}{fmt.PASS}: holds {tap}, as {holders[tap]} does; "
+                    f"`spile drop --taps {each.name}` removes it from here"
+                )
+            holders.setdefault(tap, each.prefix + fmt.PASS)
 
 
 def _audit_ledger(
@@ -357,8 +381,8 @@ def _read_records(ledger: Ledger, table: Table, group: int, report: Report) -> I
                 report.damaged[unit] = _digest_of(ledger, key)
         else:
             before = len(report.faults)
-            if done.fingerprint != table.fingerprint:
-                report.faults.append(f"{key}: belongs to another recipe")
+            if why := ledger.other_origin(table, done):
+                report.faults.append(f"{key}: {why}")
             if done.rows and {s.tap for s in done.shards} != set(table.taps):
                 report.faults.append(f"{key}: does not hold exactly the taps of the recipe")
             if ledger.of_pass and (differs := ledger.of_pass.other_rows(done)):
@@ -425,26 +449,42 @@ def _check_tokenizer(ledger: Ledger, table: Table, report: Report) -> None:
 
 
 def _others(ledger: Ledger, table: Table, report: Report) -> Iterator[str]:
-    """Yield the keys beside the units; those that are part of no dataset are orphans."""
+    """Yield the keys beside the units; those that are part of no dataset are orphans.
+
+    What belongs to generations that were added since the table was read is left out.
+    """
     layout, records = table.layout, {**_RECORDS, **table_records(table)}
     passes = {each.prefix for each in live_passes(ledger)}
+    beyond = dict[str, int]()  # keys of units that the table does not have
+    later = dict[str, int]()  # keys of generations that it does not have
     for key in ledger.objects.list():
         if fmt.split_pass_key(key)[0] in passes or key.endswith(f"/{fmt.DROPPED}"):
             continue
         unit, attempt = fmt.parse_done_key(key), fmt.parse_attempt_key(key)
         if unit is not None and layout.done_key(unit) == key:
-            if unit >= report.units:
-                report.faults.append(f"{key}: is the record of a unit that does not exist")
+            beyond |= {key: unit} if unit >= report.units else {}
         elif attempt is not None and attempt[0] < report.units:
             expected = layout.attempt_prefix(attempt[0], attempt[1])
             if not key.startswith(expected):
                 report.orphans.append(key)
+        elif attempt is not None:
+            beyond[key] = attempt[0]
         elif key in records or fmt.parse_worker_key(key):
             yield key
         elif key in (fmt.PASS, *fmt.SIGNATURES) or _is_segment(key, table):
             continue
+        elif (generation := fmt.parse_generation(key)) > len(table.generations):
+            later[key] = generation
         elif not key.startswith(fmt.DIGESTS):
             report.orphans.append(key)
+    newest = ledger.table() if beyond or later else table
+    report.orphans += [key for key, number in later.items() if number > len(newest.generations)]
+    for key in [key for key, unit in beyond.items() if unit >= len(newest.units)]:
+        if fmt.parse_done_key(key) is None:
+            report.orphans.append(key)
+        else:
+            report.faults.append(f"{key}: is the record of a unit that does not exist")
+            report.beside.append(key)
 
 
 def _is_segment(key: str, table: Table) -> bool:

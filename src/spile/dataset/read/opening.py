@@ -14,7 +14,7 @@ from spile.dataset import format as fmt
 from spile.dataset.read.dataset import Dataset, TapGroup, open_store
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.manifest import Manifest
-from spile.dataset.records.passes import Pass, live_passes, named
+from spile.dataset.records.passes import Pass, named, readable_passes
 from spile.dataset.records.table import Table
 from spile.objects import Objects
 
@@ -95,7 +95,11 @@ def _finished(
     A pass that was complete must have the units of a later generation as well. Until then, the
     dataset reads as it was, with the taps of the pass.
     """
-    passes = [each for each in live_passes(ledger) if each.has_any(newest, taps)]
+    passes = [
+        each
+        for each, table in readable_passes(ledger, newest)
+        if taps is None or not table.taps.keys().isdisjoint(taps)
+    ]
     for table in reversed(newest.every_generation()):
         manifest = ledger.derived.read_manifest(table.layout)
         if manifest is not None and not any(each.is_behind(table) for each in passes):

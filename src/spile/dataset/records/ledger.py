@@ -14,8 +14,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
+import xxhash
 
-from spile.core.errors import CorruptError, DriftError, NotCreatedError, StoreError
+from spile.core.config import canonical_json
+from spile.core.errors import ConfigError, CorruptError, DriftError, NotCreatedError, StoreError
 from spile.core.system import system
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
@@ -57,7 +59,7 @@ class Replacing(Protocol):
         """The units whose records are missing or damaged: their segments do not count."""
         ...
 
-    def before_weights(self) -> None:
+    def before_weights(self, digests: Mapping[str, str]) -> None:
         """Called before the weights' hashes are recorded or compared."""
         ...
 
@@ -82,6 +84,7 @@ class Ledger:
         self._layout: KeyLayout | None = None
         self._units = 0  # in the table
         self._committed: set[int] = set()  # groups not looked at since a commit there
+        self._made_with: dict[str, str] | None = None  # digests of the weights and scales
 
     @property
     def url(self) -> str:
@@ -129,6 +132,7 @@ class Ledger:
         if self.of_pass:
             self.of_pass.create_table(table)
         else:
+            self.refuse_strays(0, fmt.UNITS)
             tables.create_table(self.objects, table, tokenizer)
         return self.table()
 
@@ -138,9 +142,28 @@ class Ledger:
         The file of its units is created before it, as that of a table is.
         """
         number, made = len(table.generations), table.generations[-1]
+        self.refuse_strays(made.before, fmt.generation_key(number))
         units = table.units.part(made.before, len(table.units))
         generations.create_generation(self.objects, number, made, table.fingerprint, units)
         return self.table()
+
+    def refuse_strays(self, first: int, key: str) -> None:
+        """Refuse to create a record if units that it adds are done already: they are others'.
+
+        Args:
+            first: the first unit that the record at `key` adds.
+        """
+        begin = self.layout.group(first)
+        groups = [int(name) for name in self.objects.folders(fmt.DONE) if name.isdecimal()]
+        strays = {u for group in groups if group >= begin for u in self.done_in(group)}
+        strays = {unit for unit in strays if unit >= first}
+        if strays and not exists(self.objects, key):
+            raise ConfigError(
+                f"{self.objects.url} holds {self.layout.done_key(min(strays))}, a unit that no "
+                "table names: a copy, merge or compaction was begun there, or another dataset was "
+                "removed in part; finish that by the same command, remove the rest, or choose "
+                "another place"
+            )
 
     # -- the weights, and the scales of int8 --------------------------------------------------
 
@@ -153,7 +176,7 @@ class Ledger:
             known = self.of_pass.dataset.read_weights() or {}
             self._refuse_other_weights(known, digests, [n for n in known if n in digests])
         if self.repair:
-            self.repair.before_weights()
+            self.repair.before_weights(digests)
         body = {"tensors": dict(sorted(digests.items()))}
         if self.objects.create(fmt.MODEL, fmt.encode_record("model", body)):
             return
@@ -196,6 +219,60 @@ class Ledger:
         body = scales_to_json(measured)
         scales_from_json(body, table.taps)  # an unreadable record would block every worker forever
         self.objects.create(fmt.SCALES, fmt.encode_record("scales", body))
+
+    # -- what a unit is made from -------------------------------------------------------------
+
+    def made_from(
+        self, table: Table, unit: int, weights: Mapping[str, Any] | None = None
+    ) -> str | None:
+        """Return the digest of what a unit of a table is made from; its done record holds it.
+
+        That is the recipe, the unit's row of the table, and the hashes of the weights and scales.
+        None if those are not recorded, or damaged.
+
+        Args:
+            weights: hashes to use in place of the recorded ones.
+        """
+        made_with = self._made_with
+        if made_with is None or weights is not None:
+            made_with = self._read_made_with(table, weights)
+        if made_with is None:
+            return None
+        if weights is None:
+            self._made_with = made_with
+        return xxhash.xxh3_128_hexdigest(canonical_json({**table.source_of(unit), **made_with}))
+
+    def must_be_made_from(self, table: Table, unit: int) -> str:
+        """Return the digest of what a unit is made from, for its done record."""
+        made_from = self.made_from(table, unit)
+        if made_from is None:
+            raise CorruptError(fmt.MODEL, f"is missing or damaged in {self.objects.url}")
+        return made_from
+
+    def _read_made_with(
+        self, table: Table, weights: Mapping[str, Any] | None
+    ) -> dict[str, str] | None:
+        try:
+            weights = self.read_weights() if weights is None else weights
+            scales = self.read_scales(table)
+        except CorruptError:
+            return None
+        if weights is None or scales is None:
+            return None
+        found = {"weights": weights, "scales": scales_to_json(scales) if scales else {}}
+        return {name: xxhash.xxh3_128_hexdigest(canonical_json(of)) for name, of in found.items()}
+
+    def other_origin(self, table: Table, done: Done) -> str | None:
+        """Return why a record is not one of a table's units; None if it is."""
+        if done.fingerprint != table.fingerprint:
+            return "belongs to another recipe"
+        made_from = self.made_from(table, done.unit)
+        if made_from is not None and done.made_from != made_from:
+            return (
+                f"was made from other documents or weights than unit {done.unit} of {fmt.UNITS}; "
+                "`spile verify --repair` makes the unit again"
+            )
+        return None
 
     # -- the units that are done --------------------------------------------------------------
 
@@ -251,8 +328,8 @@ class Ledger:
         return done
 
     def _refuse_other(self, table: Table, done: Done) -> None:
-        if done.fingerprint != table.fingerprint:
-            raise CorruptError(self.layout.done_key(done.unit), "belongs to another recipe")
+        if why := self.other_origin(table, done):
+            raise CorruptError(self.layout.done_key(done.unit), why)
 
     def holds_rows(self) -> bool:
         """Return whether a committed unit holds a row. An unreadable record counts as one.
@@ -294,7 +371,7 @@ class Ledger:
             # `gc` deletes the files of an attempt that lost; nothing else may delete them.
             stored = self.read_done(done.unit)
             if stored is not None:
-                return stored.attempt == done.attempt
+                return self._is_ours(done, stored)
             raise NotCreatedError(
                 f"{self.objects.url}/{gone[0]}: vanished before unit {done.unit} was committed; "
                 "nothing but spile may delete there (`gc --abandoned` only when nothing runs): "
@@ -306,10 +383,19 @@ class Ledger:
             stored = self.read_done(done.unit)
             if stored is None:
                 raise self._unreadable(key)
-            if stored.attempt != done.attempt:
+            if not self._is_ours(done, stored):
                 return False
         self._committed.add(self.layout.group(done.unit))
         return True
+
+    def _is_ours(self, done: Done, stored: Done) -> bool:
+        """Return whether the stored record is that of this attempt, or of one at the same unit."""
+        if stored.made_from != done.made_from:
+            raise CorruptError(
+                self.layout.done_key(done.unit),
+                "was made from something else than this run makes; `spile verify` names the cause",
+            )
+        return stored.attempt == done.attempt
 
     def missing_files(self, done: Done) -> list[str]:
         """Return the files that a record names but that are missing or of another size."""

@@ -10,7 +10,8 @@ added again, get the next number.
 """
 
 import contextlib
-from collections.abc import Collection, Generator, Sequence
+import logging
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -25,6 +26,8 @@ from spile.dataset.records.manifest import Manifest
 from spile.dataset.records.table import Table
 from spile.objects import Objects, exists
 from spile.objects.rooted import RootedObjects
+
+_log = logging.getLogger("spile.dataset")
 
 _SAME = ("rows", "tokens", "documents", "contexts", "text_digest")
 
@@ -44,6 +47,14 @@ class Pass:
     @property
     def is_dropped(self) -> bool:
         return exists(self.objects, fmt.DROPPED)
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether its own record is whole."""
+        try:
+            return self.read_table() is not None
+        except CorruptError:
+            return False
 
     def read_table(self) -> Table | None:
         """Return the dataset's table, with the taps and the recipe of the pass."""
@@ -92,8 +103,8 @@ class Pass:
             "rows": self.dataset.table().fingerprint,
         }
         created = self.objects.create(fmt.PASS, fmt.encode_record("pass", body))
-        for other in live_passes(self.dataset):
-            if other.name != self.name and (both := table.taps.keys() & other.ledger.table().taps):
+        for other, found in readable_passes(self.dataset, self.dataset.table()):
+            if other.name != self.name and (both := table.taps.keys() & found.taps):
                 if created:
                     self.drop()
                 raise ConfigError(
@@ -135,6 +146,11 @@ class Pass:
         made, wanted = _identity(done), _identity(base)
         return next((name for name in made if made[name] != wanted[name]), None)
 
+    @property
+    def bytes(self) -> int:
+        """The bytes of all its files, as they are listed."""
+        return sum(entry.size for entry in self.objects.entries(fmt.ATTEMPTS))
+
     # -- what readers ask -------------------------------------------------------------------------
 
     def manifest_over(self, table: Table) -> Manifest | None:
@@ -142,11 +158,6 @@ class Pass:
         manifest = self.ledger.derived.read_manifest(table.layout)
         whole = manifest is not None and manifest.totals.units == len(table.units)
         return manifest if whole else None
-
-    def has_any(self, base: Table, taps: Collection[str] | None) -> bool:
-        """Return whether the pass has one of the taps; None: any."""
-        table = self.table_over(base)
-        return table is not None and (taps is None or not table.taps.keys().isdisjoint(taps))
 
     def is_behind(self, base: Table) -> bool:
         """Return whether the pass was complete, and lacks units of a later generation."""
@@ -182,6 +193,25 @@ def live_passes(dataset: Ledger) -> list[Pass]:
     """Return the passes of a dataset, complete or not, that are not dropped; by name."""
     found = map(partial(Pass, dataset), pass_names(dataset.objects))
     return [each for each in found if exists(each.objects, fmt.PASS) and not each.is_dropped]
+
+
+def readable_passes(dataset: Ledger, base: Table) -> list[tuple[Pass, Table]]:
+    """Return the live passes with their tables over `base`.
+
+    A pass with a damaged record is left out, with a warning: the dataset reads without its taps.
+    """
+    found: list[tuple[Pass, Table]] = []
+    for each in live_passes(dataset):
+        try:
+            table = each.table_over(base)
+        except CorruptError as error:
+            _log.warning(
+                "%s: %s; its taps cannot be read: `spile verify --repair` sets the record aside, "
+                "and `spile drop --taps %s` removes them", dataset.url, error, each.name
+            )  # fmt: skip
+            continue
+        found += [(each, table)] if table else []  # (None: it was dropped just now, and removed)
+    return found
 
 
 def pass_names(objects: Objects) -> list[str]:
@@ -234,15 +264,22 @@ def drop_taps(dataset: Ledger, asked: Sequence[str]) -> dict[str, int]:
     The record is all that is written. `gc` removes the files.
 
     Args:
-        asked: names of taps, as the dataset or another tool has them.
+        asked: names of taps, as the dataset or another tool has them; or the name of a pass, which
+            drops it even if its record is damaged or missing.
 
     Raises:
         ConfigError: if a tap is not that of a pass, or a pass has others, too.
     """
     base = dataset.table()
-    passes = {each: each.ledger.table() for each in live_passes(dataset)}
+    passes = dict(readable_passes(dataset, base))
+    by_name = {name: Pass(dataset, name) for name in pass_names(dataset.objects)}
     chosen: dict[Pass, set[str]] = {}
+    gone: dict[str, int] = {}
     for name in asked:
+        if name in by_name and not by_name[name].is_dropped:
+            gone[name] = by_name[name].bytes
+            by_name[name].drop()
+            continue
         found = next(((p, tap) for p, t in passes.items() if (tap := _tap_named(t, name))), None)
         if found is not None:
             chosen.setdefault(found[0], set()).add(found[1])
@@ -262,7 +299,6 @@ def drop_taps(dataset: Ledger, asked: Sequence[str]) -> dict[str, int]:
                 f"{', '.join(together)} were added together, so drop them together: "
                 f"--taps {','.join(together)}"
             )
-    gone: dict[str, int] = {}
     for each in chosen:
         units = each.ledger.catalog_so_far(passes[each])
         gone |= {tap: units.bytes_of(tap.__eq__) for tap in passes[each].taps}

@@ -42,6 +42,7 @@ from spile.dataset.format import Done, KeyLayout, Shard, TapInfo
 from spile.objects import Objects
 
 _COUNTS = ("unit", "rows", "tokens", "documents", "contexts")
+_TEXTS = ("attempt", "made_from", "text_digest")
 _FILE_COUNTS = ("first", "count", "bytes")
 _FILE_TEXTS = ("tap", "name", "digest", "etag")
 _OPEN_SEGMENTS = 64  # each a memory map, or half a megabyte
@@ -113,7 +114,7 @@ class Segment:
     def columns(self) -> Columns:
         """All columns, checked."""
         key, columns, files = self._key, self._columns, len(self._columns["file/bytes"])
-        for name in ("attempt", "text_digest"):
+        for name in _TEXTS:
             check_texts(key, columns, name, len(self))
         check_texts(key, columns, "fingerprint", 1)
         check_counts(key, columns, [f"file/{name}" for name in _FILE_COUNTS], files)
@@ -180,6 +181,7 @@ class Segment:
             documents=int(columns["documents"][at]),
             contexts=int(columns["contexts"][at]),
             skipped=dict(zip(reasons, columns["skipped/count"][skips].tolist(), strict=True)),
+            made_from=text_at(columns, "made_from", at),
             text_digest=text_at(columns, "text_digest", at),
             shards=tuple(file for file in files if file.tap not in beside),
             index=beside["index"],
@@ -237,8 +239,8 @@ def columns_of(records: Sequence[Done]) -> dict[str, np.ndarray]:
     columns: dict[str, np.ndarray] = {
         name: ints(getattr(done, name) for done in records) for name in _COUNTS
     }
-    columns |= text_columns("attempt", [done.attempt for done in records])
-    columns |= text_columns("text_digest", [done.text_digest for done in records])
+    for name in _TEXTS:
+        columns |= text_columns(name, [getattr(done, name) for done in records])
     columns |= text_columns("fingerprint", [records[0].fingerprint if records else ""])
     columns["ends/files"] = ends_of(len(done.files()) for done in records)
     for name in _FILE_COUNTS:

@@ -6,6 +6,7 @@ from typing import Any
 
 import xxhash
 
+from spile.core.config import canonical_json
 from spile.core.errors import CorruptError
 from spile.core.identity import contents_digest
 from spile.core.index import INDEX_DTYPE
@@ -129,6 +130,15 @@ class Table:
         """Bytes of a row: every tap and the index together."""
         return sum(info.row_bytes for info in self.taps.values()) + INDEX_DTYPE.itemsize
 
+    def source_of(self, unit: int) -> dict[str, Any]:
+        """Return what a unit is made from, as JSON: the recipe and its row, files by identity."""
+        row = asdict(self.units[unit])
+        for span in row["spans"]:
+            span["file"] = self.files[span["file"]]["identity"]
+        drawn = {"shuffled": self.shuffled["drawn"]} if self.shuffled else {}
+        del row["id"], row["tokens"]  # its place, which a copy may change, and an estimate
+        return {"recipe": self.fingerprint, **row, **drawn}
+
     def shard_limit(self, objects: Objects, wanted: int) -> int:
         """Return the largest size of a shard in a store.
 
@@ -142,13 +152,12 @@ class Table:
 
     @property
     def order(self) -> str:
-        """The identity of the order of the rows."""
-        told = [self.fingerprint + "".join(f" +{each.before}" for each in self.generations)]
-        if self.made_of:
-            told.append(f"units {[source['units'] for source in self.made_of]}")
-        if self.shuffled:
-            told.append(f"shuffled {self.shuffled['seed']} {self.shuffled['drawn']}")
-        return ", ".join(told)
+        """The identity of the order of a stored dataset's rows."""
+        files = [file["identity"] for file in self.files]
+        more = [each.columns and each.columns.digest for each in self.generations]
+        told = [self.fingerprint, files, self.units.key, more]
+        told += [self.shuffled["drawn"]] if self.shuffled else []
+        return xxhash.xxh3_128_hexdigest(canonical_json(told))
 
 
 def read_table(objects: Objects) -> Table | None:

@@ -31,6 +31,7 @@ from spile.objects import Objects
 
 _COUNTS = ("first_doc", "num_docs", "tokens")
 _SPAN = ("file", "first", "count", "start", "stop", "before")
+_LISTS = ("skip", "packed")  # columns with any number of entries a unit
 _NONE = -1  # stored for a span that has no `doc`
 
 
@@ -139,7 +140,8 @@ class UnitColumns(Sequence[Unit]):
         if not -self._count <= at < self._count:
             raise IndexError(at)
         number, columns = at % self._count, self.columns
-        run, skips = run_of(columns["ends/spans"], number), run_of(columns["ends/skip"], number)
+        run = run_of(columns["ends/spans"], number)
+        lists = (columns[n][run_of(columns[f"ends/{n}"], number)].tolist() for n in _LISTS)
         digests = texts_at(columns, "span/digest", run)
         first_docs = columns["span/doc"][run].tolist()
         parts = zip(*(columns[f"span/{name}"][run].tolist() for name in _SPAN), strict=True)
@@ -152,7 +154,7 @@ class UnitColumns(Sequence[Unit]):
             for values, digest, doc in zip(parts, digests, first_docs, strict=True)
         )
         first, docs, tokens = (int(columns[name][number]) for name in _COUNTS)
-        return Unit(number, first, docs, tokens, spans, tuple(columns["skip"][skips].tolist()))
+        return Unit(number, first, docs, tokens, spans, *map(tuple, lists))
 
     def __iter__(self) -> Iterator[Unit]:
         return (self[number] for number in range(self._count))
@@ -176,7 +178,11 @@ def _again(count: int, columns: Columns, key: str) -> UnitColumns:
 
 
 # The columns that say where each unit's runs end, or each span's text; and what they count.
-_ENDS = {"ends/spans": "span/first", "ends/skip": "skip", "ends/span/digest": "span/digest"}
+_ENDS = {
+    "ends/spans": "span/first",
+    **{f"ends/{name}": name for name in _LISTS},
+    "ends/span/digest": "span/digest",
+}
 
 
 def _joined(one: Columns, other: Columns) -> dict[str, np.ndarray]:
@@ -198,11 +204,11 @@ def _part(columns: Columns, first: int, stop: int) -> dict[str, np.ndarray]:
         return slice(before, last)
 
     units = slice(first, stop)
-    spans, skips = run("ends/spans", units), run("ends/skip", units)
+    spans = run("ends/spans", units)
     texts = run("ends/span/digest", spans)
     runs = {name: spans for name in columns if name.startswith(("span/", "ends/span/"))}
-    runs |= {"skip": skips, "span/digest": texts}
-    starts = {"ends/spans": spans.start, "ends/skip": skips.start, "ends/span/digest": texts.start}
+    runs |= {"span/digest": texts, **{name: run(f"ends/{name}", units) for name in _LISTS}}
+    starts = {name: runs[counted].start for name, counted in _ENDS.items()}
     return {
         name: column[runs.get(name, units)] - starts[name]
         if name in starts
@@ -225,12 +231,40 @@ def _merged(units: UnitColumns, ends: Ints) -> dict[str, np.ndarray]:
     sums = {name: np.add.reduceat(columns[name], starts) for name in ("num_docs", "tokens")}
     of_last = {name: columns[name][ends - 1] for name in ("ends/spans", "ends/skip")}
     first = {"first_doc": columns["first_doc"][starts]}
-    return {**columns, **first, **sums, **of_last, "span/doc": docs}
+    packed, packs = _packed_apart(columns, ends)
+    return {
+        **columns,
+        **first,
+        **sums,
+        **of_last,
+        "span/doc": docs,
+        "packed": packed,
+        "ends/packed": packs,
+    }
+
+
+def _packed_apart(columns: Columns, merged: Ints) -> tuple[Ints, Ints]:
+    """Return the column `packed` of merged units, and its ends.
+
+    Args:
+        merged: where the run of each merged unit ends.
+    """
+    ends, docs = columns["ends/packed"], columns["num_docs"]
+    counts = np.diff(ends, prepend=0)
+    alone = counts == 0  # a unit that was not merged before is packed as one
+    places = np.repeat(np.arange(len(docs)), np.maximum(counts, 1))
+    packed = np.empty(len(places), np.int64)
+    packed[alone[places]] = docs[alone]
+    packed[~alone[places]] = columns["packed"]
+    packs = np.diff(np.cumsum(np.maximum(counts, 1))[merged - 1], prepend=0)
+    several = packs > 1  # (one alone is as it was)
+    packed = packed[: int(packs.sum())][np.repeat(several, packs)]
+    return packed, np.cumsum(np.where(several, packs, 0), dtype=np.int64)
 
 
 def _columns_of(units: Sequence[Unit], first: int) -> dict[str, np.ndarray]:
     for number, unit in enumerate(units, first):
-        counts = [unit.first_doc, unit.num_docs, unit.tokens, *unit.skip]
+        counts = [unit.first_doc, unit.num_docs, unit.tokens, *unit.skip, *unit.packed]
         counts += [count for span in unit.spans for count in (span.count, span.doc or 0)]
         if not all(map(fmt.is_count, counts)) or unit.id != number:
             raise ValueError(f"unit {number} has a count that is not a number, or another id")
@@ -240,8 +274,9 @@ def _columns_of(units: Sequence[Unit], first: int) -> dict[str, np.ndarray]:
     columns |= {f"span/{name}": ints(getattr(span, name) for span in spans) for name in _SPAN}
     columns["span/doc"] = ints(_NONE if span.doc is None else span.doc for span in spans)
     columns |= text_columns("span/digest", [span.digest for span in spans])
-    columns["ends/skip"] = ends_of(len(unit.skip) for unit in units)
-    columns["skip"] = ints(doc for unit in units for doc in unit.skip)
+    for name in _LISTS:
+        columns[f"ends/{name}"] = ends_of(len(getattr(unit, name)) for unit in units)
+        columns[name] = ints(count for unit in units for count in getattr(unit, name))
     return columns
 
 
@@ -250,7 +285,8 @@ def _check(key: str, columns: Columns, count: int) -> None:
     spans = check_ends(key, columns, "ends/spans", count)
     check_counts(key, columns, [f"span/{name}" for name in _SPAN], spans)
     check_texts(key, columns, "span/digest", spans)
-    check_counts(key, columns, ["skip"], check_ends(key, columns, "ends/skip", count))
+    for name in _LISTS:
+        check_counts(key, columns, [name], check_ends(key, columns, f"ends/{name}", count))
     docs = columns.get("span/doc")
     if docs is None or docs.dtype != np.int64 or docs.shape != (spans,) or (docs < _NONE).any():
         raise CorruptError(key, f"does not hold span/doc of {spans}")

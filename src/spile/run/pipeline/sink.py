@@ -303,6 +303,7 @@ class Sink:
             [[Shard(**file) for file in part] for part in parts[1:]],
             table=prepared.documents,
             fingerprint=self._job.table.fingerprint,
+            made_from=self._ledger.must_be_made_from(self._job.table, prepared.unit),
             tokens=packed.num_tokens,
             documents=packed.num_docs,
             contexts=packed.num_contexts,
