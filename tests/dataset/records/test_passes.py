@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import spile
-from spile.core.errors import ConfigError, DriftError, StoreError
+from spile.core.errors import ConfigError, CorruptError, DriftError, StoreError
 from spile.dataset import format as fmt
 from spile.dataset.format import TapInfo
 from spile.dataset.maintain.gc import collect_garbage
