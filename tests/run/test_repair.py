@@ -193,7 +193,6 @@ def test_a_compacted_dataset_is_copied_again_from_its_source(source: Path, tmp_p
     wanted = content(out)
     flip(out, 0)
     (out / fmt.MODEL).unlink()
-    check_refused(repaired(out), 2, "was made by `spile compact`: name the dataset")
     other = stored.build(tmp_path / "other", seed=1).path
     check_refused(repaired(out, "--from", other), 2, "is not the dataset that")
     found = repaired(out, "--from", source)

@@ -155,7 +155,7 @@ def _found(patches: list[Patch], plan: Plan, seeds: int) -> Iterator[str]:
         for seed in range(seeds):
             try:
                 Simulation(seed, plan).run()
-            except Violation as fault:
+            except (Violation, FileNotFoundError) as fault:  # (a planted one may crash, too)
                 yield str(fault)
 
 

@@ -56,7 +56,7 @@ def test_a_signature_holds_for_the_copy(tmp_path: Path) -> None:
     assert contents(LocalObjects(dest)) == contents(made.objects)
 
 
-def test_a_killed_copy_is_an_unfinished_dataset_and_the_same_command_continues(
+def test_a_killed_copy_is_unfinished_and_the_same_command_continues(
     tmp_path: Path,
 ) -> None:
     made = stored.copied(tmp_path / "out", units=((5, 21), (4,)))

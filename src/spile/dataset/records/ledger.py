@@ -436,6 +436,7 @@ class Ledger:
             return False
         settle(self.objects, layout.done_key(units[0]))  # makes others' records durable, too
         must_be_done = partial(self.must_be_done, table)
+        self.made_from(table, units[0])  # reads what all units need once, before threads ask
         records = list(mapped(must_be_done, units, self.objects.parallel))
         read = partial(read_statistics, self.objects, taps=table.taps)
         statistics = mapped(read, records, self.objects.parallel)
