@@ -57,7 +57,9 @@ def test_a_stored_dataset_is_continued(kind: str, tmp_path: Path) -> None:
     path, inputs = unpacked(kind, tmp_path), unpacked("inputs", tmp_path)
     corpus = tmp_path / "corpus"
     corpus.mkdir()
-    for name in ("docs.jsonl",) if kind == "unfinished" else ("docs.jsonl", "more.jsonl"):
+    for name in (
+        ("docs.jsonl",) if kind in ("unfinished", "added") else ("docs.jsonl", "more.jsonl")
+    ):
         shutil.copy(inputs / name, corpus)
     asked = {"model": str(inputs / "model"), "corpus": str(corpus)}
     if kind != "unfinished":
