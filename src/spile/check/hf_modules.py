@@ -4,8 +4,8 @@ This is the code of every site that a module takes or returns; `reference.py` fi
 functions that modules call. It knows names of modules, but not how a family computes.
 """
 
-# torch and transformers are only partly typed: strict would want casts everywhere.
-# pyright: standard
+# Strict, but for values that torch's and transformers' types leave unknown.
+# pyright: reportUnknownVariableType=false
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

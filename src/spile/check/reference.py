@@ -7,11 +7,12 @@ In float64 it gives the exact result. A model's code requests float32 in places 
 rotary angles), whatever the dtype of its weights: all of those are then float64 too.
 """
 
-# torch and transformers are only partly typed: strict would want casts everywhere.
-# pyright: standard
+# Strict, but for values that torch's and transformers' types leave unknown.
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -204,7 +205,7 @@ class Reference:
     @contextmanager
     def _watched_attention(
         self, wanted: Callable[[str], bool], found: dict[str, np.ndarray]
-    ) -> Iterator[None]:
+    ) -> Generator[None, None, None]:
         """Record q and k as they enter the score.
 
         They are no module's input or output. But each attention module looks up the function that
@@ -243,7 +244,7 @@ class Reference:
     @contextmanager
     def _watched_methods(
         self, wanted: Callable[[str], bool], found: dict[str, np.ndarray]
-    ) -> Iterator[None]:
+    ) -> Generator[None, None, None]:
         """The same for families without such a function.
 
         Some have a method for the score. Others rotate by a function of their file, and use its
@@ -291,7 +292,7 @@ class Reference:
     @contextmanager
     def _watched_functions(
         self, wanted: Callable[[str], bool], found: dict[str, np.ndarray]
-    ) -> Iterator[None]:
+    ) -> Generator[None, None, None]:
         """Record what layers convolve, what they read from states, and the norms of states.
 
         All come from functions that these layers look up in the globals of their own file, one

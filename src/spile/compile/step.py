@@ -5,8 +5,8 @@ from formulas (FLOPs, memory traffic) give an estimate of tokens per second, and
 """
 
 # Strict, but for values that jax's own types leave unknown.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import dataclasses
 import logging

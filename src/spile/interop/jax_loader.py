@@ -7,8 +7,9 @@ With several processes, each passes its share (`rank=jax.process_index(), world=
 jax.process_count()`). The rows of the global array have the same order for any number of processes.
 """
 
-# pyright: standard
-# (jax leaves much untyped)
+# Strict, but for values that jax's own types leave unknown.
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 import contextlib
 from collections.abc import Generator, Iterator

@@ -8,8 +8,8 @@ steered = model.loss("The capital of France is Paris.", splice={"resid_post.9": 
 """
 
 # Strict, but for values that jax's own types leave unknown.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -4,8 +4,10 @@ Token ids stay arrays. A column must hold the same kind of value in every file o
 mismatch is found when the corpus is cut, not later.
 """
 
-# pyright: standard, reportAttributeAccessIssue=false
-# pyarrow ships no types; the functions of this file declare them.
+# Strict, but for values that pyarrow, which has no types, leaves unknown.
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false, reportUnknownParameterType=false
+# pyright: reportUnknownVariableType=false
 
 import difflib
 import struct
@@ -16,13 +18,14 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+import pyarrow.compute
 
 from spile.core.errors import InputError
 from spile.core.options import listed
 from spile.corpus.documents import OVERSIZED, Oversized
 from spile.objects.paths import AnyPath
 
+pc: Any = pyarrow.compute  # it makes its functions as it is imported
 # Errors that Arrow raises about an invalid file: names that are not text, times out of range.
 UNREADABLE = (pa.ArrowException, ValueError, OverflowError, LookupError, struct.error, OSError)
 _MESSAGE = {"role", "content"}  # keys of each message of a chat

@@ -1,9 +1,11 @@
 """Parquet files: cut by their footers alone, and read by row groups."""
 
-# pyright: standard, reportAttributeAccessIssue=false
-# pyarrow ships no types; the functions of this file declare them.
+# Strict, but for values that pyarrow, which has no types, leaves unknown.
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false, reportUnknownParameterType=false
+# pyright: reportUnknownVariableType=false
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ _AHEAD = 4 << 20  # bytes of a column: a row group is read while it is decoded, 
 
 
 @contextmanager
-def _opened(path: AnyPath, *, check: bool = False) -> Iterator[pq.ParquetFile]:
+def _opened(path: AnyPath, *, check: bool = False) -> Generator[pq.ParquetFile, None, None]:
     """Open a file; turn any error into a one-line InputError.
 
     `check` has the footer checked before anything else is read, for use when a corpus is cut.

@@ -5,8 +5,9 @@ the segment. A token sees itself and the earlier tokens of its segment; with a w
 nearest of them.
 """
 
-# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
-# pyright: standard
+# Strict, but for values that jax's own types leave unknown.
+# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

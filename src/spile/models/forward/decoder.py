@@ -9,8 +9,8 @@ On a mesh, a device holds some rows of the batch, and one run of all tokens of t
 """
 
 # Strict, but for values that jax's own types leave unknown.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace

@@ -6,8 +6,9 @@ takes the segments. `for_platform` finds the kernels that this machine has (neit
 cuDNN attention nor tokamax's masks are public), and logs why it does not use a better one.
 """
 
-# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
-# pyright: standard
+# Strict, but for values that jax's own types leave unknown.
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 import importlib
 import logging
@@ -206,7 +207,7 @@ def cudnn(segments: Places, positions: Places, contexts: int) -> Attend:
     """Attend by cuDNN's packed attention. Padding is one more context, so all outputs are set."""
     del positions  # implied by where contexts begin
     kernel: Any = importlib.import_module(_CUDNN)
-    rows, seq = segments.shape
+    seq = segments.shape[1]
     before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     begins = jax.vmap(partial(jnp.nonzero, size=contexts + 1, fill_value=-1))(segments != before)[0]
     begins = begins.astype(jnp.int32)

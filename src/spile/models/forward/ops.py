@@ -1,8 +1,9 @@
 """The arithmetic of one block that is not attention. Casts follow the reference (HF) exactly:
 norms and rotary angles in float32, their results in the compute dtype."""
 
-# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
-# pyright: standard
+# Strict, but for values that jax's own types leave unknown.
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from functools import partial, reduce
 from itertools import pairwise

@@ -6,8 +6,8 @@ each process holds one run of a step's stored rows, whatever the mesh.
 """
 
 # Strict, but for values that jax's own types leave unknown.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

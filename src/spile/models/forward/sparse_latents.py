@@ -1,7 +1,7 @@
 """A sparse autoencoder on the device: the largest latents of each row."""
 
-# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
-# pyright: standard
+# Strict, but for values that jax's own types leave unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from functools import partial
 from typing import NamedTuple

@@ -6,8 +6,8 @@ A change is a function of the values [rows, seq, ...]. Arrays that it needs go w
 """
 
 # Strict, but for values that jax's own types leave unknown.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

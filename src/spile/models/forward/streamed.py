@@ -10,8 +10,8 @@ was handed to the device before it.
 """
 
 # Strict, but for values that jax's own types leave unknown.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import time
 from bisect import bisect_right

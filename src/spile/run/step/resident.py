@@ -1,8 +1,7 @@
 """The resident step: the devices hold the whole model, and one program runs all of it."""
 
 # Strict, but for values that jax's own types leave unknown.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false
 
 import time
 from concurrent.futures import Future, wait

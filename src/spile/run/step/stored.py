@@ -4,8 +4,7 @@ All of it is computed on the device, so that fewer bytes leave it.
 """
 
 # Strict, but for values that jax's own types leave unknown.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false
 
 import math
 from collections.abc import Callable, Mapping

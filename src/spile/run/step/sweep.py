@@ -10,7 +10,6 @@ block in a scan and a block alone differently, and they round differently.
 
 # Strict, but for values that jax's own types leave unknown.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
 import sys
 import time

@@ -7,8 +7,8 @@ border are one matrix product. Every factor is at most one. (With one border for
 factors could overflow float32.)
 """
 
-# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
-# pyright: standard
+# Strict, but for values that jax's own types leave unknown.
+# pyright: reportUnknownMemberType=false
 
 from functools import partial
 from typing import NamedTuple

@@ -12,8 +12,9 @@ triangular system, whose inverse is built from the inverses of its halves. (Its 
 take fewer steps, but loses all precision if keys are similar.)
 """
 
-# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
-# pyright: standard
+# Strict, but for values that jax's own types leave unknown.
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false
 
 from collections.abc import Callable
 from functools import partial

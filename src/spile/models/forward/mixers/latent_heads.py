@@ -6,9 +6,6 @@ stream itself; only these are rotated. The rest is the usual softmax attention, 
 values may be narrower than its keys.
 """
 
-# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
-# pyright: standard
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 

@@ -3,9 +3,6 @@
 One projection gates the input of the convolution, channel by channel; another gates its output.
 """
 
-# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
-# pyright: standard
-
 from jaxtyping import Array, Int
 
 from spile.models.forward.mixers.recurrence import convolution

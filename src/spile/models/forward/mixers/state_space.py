@@ -11,8 +11,8 @@ by matrix products within chunks of tokens, and only the chunks run in sequence.
 float32.
 """
 
-# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
-# pyright: standard
+# Strict, but for values that jax's own types leave unknown.
+# pyright: reportUnknownMemberType=false
 
 from collections.abc import Callable
 from functools import partial
