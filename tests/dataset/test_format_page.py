@@ -122,14 +122,14 @@ class PageReader:
             strict=True,
         )
         names = ("tap", "name", "digest", "etag", "first", "count", "bytes")
-        files = [dict(zip(names, part, strict=True)) for part in parts]
+        files: list[dict[str, Any]] = [dict(zip(names, part, strict=True)) for part in parts]
         reasons = list(zip(texts("skipped/reason"), columns["skipped/count"].tolist(), strict=True))
         units: list[dict[str, Any]] = []
         counts = ("unit", "rows", "tokens", "documents", "contexts")
         for at, (of_files, of_reasons) in enumerate(
             zip(runs("files"), runs("skipped"), strict=True)
         ):
-            unit = {name: int(columns[name][at]) for name in counts}
+            unit: dict[str, Any] = {name: int(columns[name][at]) for name in counts}
             unit |= {name: texts(name)[at] for name in ("attempt", "made_from", "text_digest")}
             unit["fingerprint"] = texts("fingerprint")[0]
             folder = f"attempts/{unit['unit'] // 256:06d}/{unit['unit']:08d}/{unit['attempt']}/"

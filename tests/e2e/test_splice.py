@@ -43,7 +43,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def extracted(folder: Path, splice: str | None, out: str, **more: Any) -> spile.Dataset:
-    given = {"taps": TAPS, "model": str(folder / "model"), "corpus": str(folder / "docs.jsonl")}
+    given: dict[str, Any] = {
+        "taps": TAPS,
+        "model": str(folder / "model"),
+        "corpus": str(folder / "docs.jsonl"),
+    }
     given |= {"seq_len": 64, "compute_dtype": "float32", **more}
     written = splice and splice.replace("{}", str(folder))
     spile.extract(Recipe(**given, splice=written), folder / out, Runtime(batch_tokens=256))

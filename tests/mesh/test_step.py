@@ -180,8 +180,8 @@ def test_devices_that_share_weights_send_each_other_what_they_need(
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [Layout(2, 2, 2), Layout(1, 4), Layout(1, 1, 2)], ids=str)
 def test_float8_weights_and_scales_are_cut_alike(model: Path, layout: Layout) -> None:
-    given = {"store_dtype": "bfloat16", "compute_dtype": "float8_e4m3"}
-    whole, cut = (make_step(model, "resid_post:all", each, **given) for each in (None, layout))
+    given = "bfloat16", "float8_e4m3"
+    whole, cut = (make_step(model, "resid_post:all", each, *given) for each in (None, layout))
     values, scale = cut.params.cycle[0]["w_up"]
     parts = layout.fsdp * layout.model
     assert values.addressable_shards[0].data.size * parts == values.size

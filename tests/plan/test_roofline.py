@@ -159,10 +159,10 @@ def test_the_gated_delta_rule_is_counted_by_chunks_and_states() -> None:
     given = [jax.ShapeDtypeStruct((1, seq, *shape), "float32") for shape in
              ((16, dim), (16, dim), (48, dim), (48,), (48,))]  # fmt: skip
     segments = jax.ShapeDtypeStruct((1, seq), "int32")
-    counted = jax.jit(chunked).lower(*given, segments).compile().cost_analysis()["flops"]
+    counted: Any = jax.jit(chunked).lower(*given, segments).compile().cost_analysis()
     in_loop = heads[1] * (2 * chunk * dim + 3 * 2 * dim * dim)
     ours = seq * (by_pairs + heads[1] * by_head) - chunk * in_loop
-    assert counted == pytest.approx(ours, rel=0.2)  # it counts sums and decays, too
+    assert counted["flops"] == pytest.approx(ours, rel=0.2)  # it counts sums and decays, too
 
 
 def test_latent_attention_is_counted_by_latents_and_head_sizes() -> None:
@@ -203,7 +203,7 @@ def test_a_state_space_is_counted_by_chunks_and_states() -> None:
     shapes = ((groups, state), (groups, state), (heads, dim), (heads,))
     given = [jax.ShapeDtypeStruct((1, seq, *shape), "float32") for shape in shapes]
     segments = jax.ShapeDtypeStruct((1, seq), "int32")
-    counted = jax.jit(state_space.chunked).lower(*given, segments).compile().cost_analysis()
+    counted: Any = jax.jit(state_space.chunked).lower(*given, segments).compile().cost_analysis()
     ours = seq * (groups * by_group + heads * near) + chunk * heads * far
     assert counted["flops"] == pytest.approx(ours, rel=0.35)  # it counts sums and decays, too
 

@@ -646,10 +646,11 @@ def muse_glimmer(**changes: Any) -> Any:
     }  # fmt: skip
     text = {**MUSE, **changes}
     text["layer_types"] = text["layer_types"][: text["num_hidden_layers"]]
-    config = transformers.MuseGlimmerConfig(
-        text_config=deepcopy(text), vision_config=vision, out_hidden_size=64,
-        projector_hidden_size=16, tie_word_embeddings=False,
-    )  # fmt: skip
+    given: dict[str, Any] = {
+        "text_config": deepcopy(text), "vision_config": vision, "out_hidden_size": 64,
+        "projector_hidden_size": 16, "tie_word_embeddings": False,
+    }  # fmt: skip
+    config = transformers.MuseGlimmerConfig(**given)
     return transformers.MuseGlimmerForConditionalGeneration(config)
 
 

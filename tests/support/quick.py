@@ -42,8 +42,8 @@ def shared_programs() -> Iterator[None]:
         made(programs, *given)
         programs.compiled = _programs.setdefault(programs.identity, programs.compiled)
 
-    Programs.__init__ = shared
+    Programs.__init__ = shared  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Programs.__init__ = made
+        Programs.__init__ = made  # type: ignore[method-assign]

@@ -110,7 +110,7 @@ class RunOptions:
 
 def extract(
     recipe: Recipe,
-    out: str,
+    out: str | Path,
     runtime: Runtime | None = None,
     *,
     counters: Counters | None = None,

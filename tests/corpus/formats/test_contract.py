@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -113,7 +114,7 @@ def texts(reader: CorpusReader, units: list[Unit]) -> dict[int, str]:
     return {document.ordinal: text_of(document) for part in read for document in part.usable}
 
 
-def cut(reader: CorpusReader, size: int, so_far: CutSoFar | None = None, **more: int) -> list[Unit]:
+def cut(reader: CorpusReader, size: int, so_far: CutSoFar | None = None, **more: Any) -> list[Unit]:
     return make_units(reader, CutOptions(unit_tokens=size, density=1.0, **more), so_far)
 
 

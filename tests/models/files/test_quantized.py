@@ -12,7 +12,11 @@ import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationStrategy,
+    QuantizationType,
+)
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -121,7 +125,9 @@ def words(values: np.ndarray, bits: int) -> np.ndarray:
     each = 32 // bits
     padded = np.pad(values, [*[(0, 0)] * (values.ndim - 1), (0, -values.shape[-1] % each)])
     grouped = padded.reshape(*padded.shape[:-1], -1, each).astype(np.uint64)
-    packed = sum(grouped[..., n] << np.uint64(bits * n) for n in range(each))
+    packed = np.bitwise_or.reduce(
+        grouped << (np.uint64(bits) * np.arange(each, dtype=np.uint64)), -1
+    )
     return packed.astype(np.uint32).view(np.int32)
 
 
@@ -141,8 +147,9 @@ def channels(rng: np.random.Generator, rows: int, columns: int, dtype: Any = np.
     else:
         weight = rng.standard_normal((rows, columns)).astype(dtype)
     scale = rng.uniform(0.01, 0.1, (rows, 1)).astype(ml_dtypes.bfloat16)
-    bits, kind = 8, "int" if dtype == np.int8 else "float"
-    args = QuantizationArgs(num_bits=bits, type=kind, strategy="channel", symmetric=True)
+    kind = QuantizationType.INT if dtype == np.int8 else QuantizationType.FLOAT
+    by_row = QuantizationStrategy.CHANNEL
+    args = QuantizationArgs(num_bits=8, type=kind, strategy=by_row, symmetric=True)
     wanted = by_compressed_tensors(weight.astype(np.float32), scale, None, args)
     return {"weight": weight, "weight_scale": scale}, wanted
 
@@ -157,7 +164,11 @@ def packed_groups(rng: np.random.Generator, rows: int, columns: int, *, zeros: b
     scale = rng.uniform(0.01, 0.1, (rows, columns // EACH)).astype(ml_dtypes.bfloat16)
     zero = rng.integers(-8, 8, scale.shape).astype(np.int8) if zeros else None
     args = QuantizationArgs(
-        num_bits=4, type="int", strategy="group", group_size=EACH, symmetric=not zeros
+        num_bits=4,
+        type=QuantizationType.INT,
+        strategy=QuantizationStrategy.GROUP,
+        group_size=EACH,
+        symmetric=not zeros,
     )
     stored = {
         "weight_packed": pack_to_int32(torch.tensor(values), 4).numpy(),

@@ -137,7 +137,7 @@ def test_no_chunk_of_a_document_sees_another(name: str) -> None:
     rows = [[20, 9, 5], [37], [1, 36], []]
     cut = [[6, 6, 6, 2, 6, 3, 5], [6] * 6 + [1], [1] + [6] * 6, []]
     (whole, wanted), arrays = map(places, (rows, cut)), values(np.random.default_rng(6))
-    segments, positions = (np.asarray(each) for each in chunked(*map(jnp.asarray, whole), 6))
+    segments, positions = (np.asarray(each) for each in chunked(*map(jnp.asarray, whole), size=6))
     found = run(name, arrays, segments, positions)
     real = segments > 0
     assert np.array_equal(real, whole[0] > 0)

@@ -224,7 +224,8 @@ def test_a_worker_asks_only_for_its_own_group(
     grouped: stored.Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others, picker = picker_of(grouped, "b"), picker_of(grouped, "a")
-    took(others), took(picker)  # it has its place
+    for each in (others, picker):
+        took(each)  # it has its place
     asked: list[str] = []
     listing = LocalObjects.list
 

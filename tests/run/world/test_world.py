@@ -67,7 +67,7 @@ def test_all_get_the_leaders_value_and_the_leader_gets_all_values(pair: Pair) ->
 
 
 def test_followers_do_the_units_that_the_leader_picks_under_its_names(pair: Pair) -> None:
-    known = {number: unit(number) for number in range(9)}
+    known = [unit(number) for number in range(9)]
     picked = [known[5], known[2], known[7]]
     told, heard = pair.both(lambda world: list(world.units(iter(picked), known)))
     assert [each.id for each, _ in told] == [5, 2, 7]
@@ -77,8 +77,8 @@ def test_followers_do_the_units_that_the_leader_picks_under_its_names(pair: Pair
 
 def test_a_leader_that_was_told_to_stop_does_not_say_that_all_is_done(pair: Pair) -> None:
     pair.stops[0].set()
-    assert list(pair.leader.units(iter([]), {})) == []
-    waiting = pair.pool.submit(lambda: list(pair.follower.units(iter([]), {})))
+    assert list(pair.leader.units(iter([]), [])) == []
+    waiting = pair.pool.submit(lambda: list(pair.follower.units(iter([]), [])))
     time.sleep(0.3)
     assert not waiting.done()
     pair.stops[1].set()
@@ -161,7 +161,7 @@ def test_one_process_alone_has_nobody_to_ask() -> None:
     alone = SingleWorld()
     assert alone.share("x", 1) == 1
     assert alone.gather("x", 1) == [1]
-    assert [each.id for each, _ in alone.units(iter([unit(4)]), {})] == [4]
+    assert [each.id for each, _ in alone.units(iter([unit(4)]), [])] == [4]
     error = ValueError()
     assert alone.failed(error) is error
     compare(alone, {"a": 1})

@@ -138,7 +138,7 @@ def test_a_document_is_the_same_alone_wherever_it_begins_in_a_chunk() -> None:
     rng = np.random.default_rng(1)
     document = rng.standard_normal((length, WIDTH))
     x = rng.standard_normal((CHUNK, seq, WIDTH))
-    segments = np.stack([in_documents(seq, at, at + length) for at in starts])
+    segments = np.stack([in_documents(seq, at, at + length) for at in starts.tolist()])
     for row, at in enumerate(starts):
         x[row, at : at + length] = document
     # (Read back: each slice of an array on a device would be a program of its own.)
