@@ -25,6 +25,7 @@ import jax
 from spile.core.config import Runtime
 from spile.core.errors import ConfigError, Interrupted, SpileError, WorldError
 from spile.core.system import system
+from spile.core.threads import cancellation
 from spile.core.units import Unit
 from spile.dataset.records.heartbeat import Presence
 from spile.dataset.records.ledger import Ledger
@@ -258,15 +259,18 @@ def _world_error(cause: Mapping[str, Any]) -> SpileError:
 
 
 def join(rank: Rank, runtime: Runtime, stop: threading.Event) -> JoinedWorld:
-    """Join the world; return when all processes are there."""
+    """Join the world; return when all processes are there.
+
+    `stop`: set once another process fails, so that this one ends, too.
+    """
     _log.info("joining %s at %s", rank, rank.coordinator)
     if rank.leads:
         _check_port(rank, runtime.bind_address)
     else:
-        _reach(rank, runtime.start_timeout, stop)
+        _reach(rank, runtime.start_timeout)
     if is_child():
         free_stdout()
-    # jax's notifier would swallow SIGTERM; our handler sets `stop`.
+    # jax's notifier would swallow SIGTERM; our handler cancels the run.
     config: Any = jax.config
     config.update("jax_enable_preemption_service", False)
     initialize = partial(
@@ -280,12 +284,12 @@ def join(rank: Rank, runtime: Runtime, stop: threading.Event) -> JoinedWorld:
         coordinator_bind_address=runtime.bind_address,
         cluster_detection_method="deactivate",
     )
-    _beside(initialize, stop)
+    _beside(initialize)
     state: Any = importlib.import_module("jax._src.distributed").global_state
     return JoinedWorld(rank, state.client, stop)
 
 
-def _beside(work: Callable[[], None], stop: threading.Event) -> None:
+def _beside(work: Callable[[], None]) -> None:
     """Run `work` in another thread: the main thread could not handle signals inside jax."""
     failed: list[BaseException] = []
 
@@ -298,8 +302,7 @@ def _beside(work: Callable[[], None], stop: threading.Event) -> None:
     thread = threading.Thread(target=run, name="join", daemon=True)
     thread.start()
     while thread.is_alive():
-        if stop.is_set():
-            raise Interrupted
+        cancellation().check()
         thread.join(0.1)
     if failed:
         raise failed[0]
@@ -324,13 +327,12 @@ def _check_port(rank: Rank, bind_address: str | None) -> None:
         ) from None
 
 
-def _reach(rank: Rank, timeout: int, stop: threading.Event) -> None:
+def _reach(rank: Rank, timeout: int) -> None:
     """Wait for the coordinator: tells a wrong address apart from a missing process."""
     host, _, port = rank.coordinator.rpartition(":")
     deadline, told = time.monotonic() + timeout, False
     while True:
-        if stop.is_set():
-            raise Interrupted
+        cancellation().check()
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
             return
@@ -351,7 +353,7 @@ def _reach(rank: Rank, timeout: int, stop: threading.Event) -> None:
                     f"({error.strerror or error}); is process 0 running there, and is that port "
                     "open to this host?"
                 ) from None
-        stop.wait(0.2)
+        time.sleep(0.2)
 
 
 def compare(world: World, mine: Mapping[str, Any]) -> None:
