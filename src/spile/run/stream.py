@@ -19,7 +19,7 @@ import numpy.typing as npt
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError, InputError, Interrupted
 from spile.core.expressions import RowFilter
-from spile.core.threads import cancelled_by
+from spile.core.threads import cancellation, cancelled_by
 from spile.core.units import Unit
 from spile.dataset.read.order import BatchOptions, EpochCursor, drawn, drawn_digest
 from spile.dataset.read.rows import StoredRows
@@ -28,11 +28,10 @@ from spile.dataset.records.heartbeat import Presence
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.segments import Catalog
 from spile.metrics import Counters
-from spile.models.taps import Tap
 from spile.objects import MemoryObjects
 from spile.plan.job import PreparedUnit
 from spile.run.assembly import Assembly
-from spile.run.pipeline.nonfinite import by_stored_name, nonfinite_error
+from spile.run.pipeline.nonfinite import FiniteTaps
 from spile.run.step.step import StepOutput
 from spile.run.world.devices import prepared_device
 from spile.run.world.rank import find_rank
@@ -113,12 +112,9 @@ def stream(
     def work(rows: WindowQueue, start: WindowStart) -> None:
         parts.worker(step, UnitsInTurn(order, start), sink=rows).run()
 
-    watched = {
-        name: tap
-        for name, tap in by_stored_name(job).items()
-        if name in view.taps and (view.taps[name].dtype == "int8" or not runtime.allow_nonfinite)
-    }
-    return ActivationStream(view, order, work, watched)
+    finite = FiniteTaps.of(job, allow=runtime.allow_nonfinite)
+    given = {name: tap for name, tap in finite.taps.items() if name in view.taps}
+    return ActivationStream(view, order, work, replace(finite, taps=given))
 
 
 def _no_statistics(tap: str) -> Any:
@@ -134,11 +130,9 @@ Work = Callable[["WindowQueue", "WindowStart"], None]
 class ActivationStream:
     """An iterator over batches; `state_dict` may be taken between any two of them."""
 
-    def __init__(
-        self, view: View, order: "StreamOrder", work: Work, watched: Mapping[str, Tap]
-    ) -> None:
-        """`work`: runs a worker whose rows go into a queue; `watched`: see `WindowQueue`."""
-        self.view, self._order, self._work, self._watched = view, order, work, watched
+    def __init__(self, view: View, order: "StreamOrder", work: Work, finite: FiniteTaps) -> None:
+        """`work`: runs a worker whose rows go into a queue."""
+        self.view, self._order, self._work, self._finite = view, order, work, finite
         self._options = order.options
         self._cursor = EpochCursor(order.identity, order.options.epochs, "stream")
         self._start = WindowStart()  # of the window that holds the cursor
@@ -259,7 +253,7 @@ class ActivationStream:
     def _running(self) -> "WindowQueue":
         if self._queue is None:
             stop = self._stop = threading.Event()
-            rows = WindowQueue(self.view, self._order, self._start, stop, self._watched)
+            rows = WindowQueue(self.view, self._order, self._start, self._finite)
             arguments = (self._work, rows, self._start, stop)
             self._thread = threading.Thread(
                 target=_run, args=arguments, name="spile-stream", daemon=True
@@ -368,11 +362,9 @@ class WindowQueue:
         view: View,
         order: StreamOrder,
         start: WindowStart,
-        stop: threading.Event,
-        watched: Mapping[str, Tap],
+        finite: FiniteTaps,
     ) -> None:
-        """`watched`: taps that must not hold NaN, by their stored names."""
-        self._view, self._order, self._stop, self._watched = view, order, stop, watched
+        self._view, self._order, self._finite = view, order, finite
         where = order.options.where
         self._filter = RowFilter(where, None) if where else None
         self._free: queue.Queue[WindowBuffer] = queue.Queue()
@@ -393,7 +385,7 @@ class WindowQueue:
     def put(self, output: StepOutput) -> None:
         assert self._current
         entries = self._current.packed.index[self._row : self._row + output.num_rows]
-        self._refuse_nonfinite(output)
+        self._finite.check(output, self._current, self._row)
         keep = np.ones(len(entries), np.bool_) if not self._filter else self._filter.mask(entries)
         keep[: max(0, self._skip - self._row)] = False
         chosen = np.flatnonzero(keep)
@@ -449,24 +441,12 @@ class WindowQueue:
         self._buffer, self._count = None, 0
 
     def _wait(self) -> WindowBuffer | None:
-        while not self._stop.is_set():
+        while not cancellation().is_set():
             try:
                 return self._free.get(timeout=_POLL)
             except queue.Empty:
                 continue
         return None
-
-    def _refuse_nonfinite(self, output: StepOutput) -> None:
-        assert self._current
-        found = [n for n in self._watched if any(s.nonfinite for s in output.stats_of(n))]
-        if found:
-            raise nonfinite_error(
-                output,
-                {name: self._watched[name] for name in found},
-                self._current,
-                first=self._row,
-                int8={tap for tap, info in self._view.taps.items() if info.dtype == "int8"},
-            )
 
     # -- the reader's side ---------------------------------------------------------------------
 

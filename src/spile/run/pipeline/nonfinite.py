@@ -91,34 +91,40 @@ class NonfiniteError(DataError):
         return NonfiniteError(self.found, self.found.token(*place) if place else None)
 
 
-def by_stored_name(job: ExtractionJob) -> dict[str, Tap]:
-    """Taps in the order in which the model computes them, by their stored names."""
-    encoded = {tap.name: latent_names(tap.name)[0] for tap in job.taps if tap.name in job.encoders}
-    return {encoded.get(tap.name, tap.name): tap for tap in job.taps}
+@dataclass(frozen=True)
+class FiniteTaps:
+    """Taps that must not hold NaN or infinity; int8 has neither.
 
-
-def nonfinite_error(
-    output: StepOutput,
-    taps: Mapping[str, Tap],
-    prepared: PreparedUnit,
-    *,
-    first: int,
-    int8: Collection[str],
-) -> NonfiniteError:
-    """Return the error for a step with values that must not be stored.
-
-    Args:
-        taps: those that must not hold such values, by their stored names, in the order in which the
-            model computes them; an error at one spreads to all that follow.
-        prepared: the unit that the step is part of.
-        first: index of the step's first row in the unit's index.
-        int8: names of taps that are stored as int8.
+    Attributes:
+        taps: by their stored names, in the order in which the model computes them: a value at one
+            spreads to all that follow.
+        int8: the stored names of those that are stored as int8.
     """
-    name = next(name for name in taps if output.nonfinite_of(name).any())
-    part = int(np.argmax(output.nonfinite_of(name) > 0))
-    place = first + int(output.counts[:part].sum())
-    row = int(np.searchsorted(np.cumsum(prepared.packed.counts), place, side="right"))
-    return NonfiniteError(Found(taps[name], name, prepared, row, name in int8))
+
+    taps: Mapping[str, Tap]
+    int8: Collection[str]
+
+    @classmethod
+    def of(cls, job: ExtractionJob, *, allow: bool) -> "FiniteTaps":
+        """`allow`: --allow-nonfinite."""
+        int8 = {name for name, info in job.table.taps.items() if info.dtype == "int8"}
+        stored = {latent_names(t.name)[0] if t.name in job.encoders else t.name: t
+                  for t in job.taps}  # fmt: skip
+        return cls({n: tap for n, tap in stored.items() if n in int8 or not allow}, int8)
+
+    def check(self, output: StepOutput, prepared: PreparedUnit, first: int) -> None:
+        """Raise for a step with values that must not be stored.
+
+        Args:
+            prepared: the unit that the step is part of.
+            first: index of the step's first row in the unit's index.
+        """
+        for name, tap in self.taps.items():
+            if output.nonfinite_of(name).any():
+                part = int(np.argmax(output.nonfinite_of(name) > 0))
+                place = first + int(output.counts[:part].sum())
+                row = int(np.searchsorted(np.cumsum(prepared.packed.counts), place, side="right"))
+                raise NonfiniteError(Found(tap, name, prepared, row, name in self.int8))
 
 
 def _source(found: Found, step: Step, batches: Iterator[Batch]) -> tuple[int, int] | None:

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from spile.core.errors import DataError
 from spile.core.index import FLAGS
 from spile.core.system import system
 from spile.core.threads import Consumer
@@ -22,7 +21,7 @@ from spile.dataset.format import Shard
 from spile.dataset.write.unit_writer import Attempt, UnitWriter
 from spile.metrics.values import next_token_counts, tap_counts
 from spile.plan.job import ExtractionJob, PreparedUnit
-from spile.run.pipeline.nonfinite import by_stored_name, nonfinite_error
+from spile.run.pipeline.nonfinite import FiniteTaps
 from spile.run.step.step import StepOutput
 from spile.run.world.world import RunContext
 
@@ -100,8 +99,7 @@ class Sink:
         self._begun = itertools.count()
         self._failed: Exception | None = None  # the first error of a lane
         self._failed_in = 0  # number of the unit that failed; earlier ones may still be complete
-        taps = list(job.table.taps)
-        runtime = context.runtime
+        taps, runtime = list(job.table.taps), context.runtime
         count = min(runtime.write_threads, len(taps))
         # Each tap has its own files, so each lane writes some taps and waits for no other lane.
         self._lanes = [
@@ -222,8 +220,9 @@ class Sink:
             self._watch(tap, found)
             if tap == "logprob":
                 self._watch_predictions(item, found)
-            if any(stats.nonfinite for stats in found) and not self._may_keep(tap):
-                raise self._nonfinite_error(item, output)
+            if any(stats.nonfinite for stats in found):
+                finite = FiniteTaps.of(self._job, allow=self._runtime.allow_nonfinite)
+                finite.check(output, item.unit.prepared, item.first)
             for stats in found:
                 writer.stats[tap].merge(stats)
             for rows, scales in pieces:
@@ -251,20 +250,6 @@ class Sink:
         known = int(np.count_nonzero(flags & FLAGS["last"] == 0))
         # (Log-probabilities are never positive, so the norm is the negative. A last token's is 0.)
         self._counters.add(**next_token_counts(known, -sum(s.norm_sum for s in found)))
-
-    def _may_keep(self, tap: str) -> bool:
-        """Whether a tap may hold NaN and infinity. (int8 has neither.)"""
-        return self._runtime.allow_nonfinite and self._job.table.taps[tap].dtype != "int8"
-
-    def _nonfinite_error(self, item: _Shared, output: StepOutput) -> DataError:
-        prepared, stored = item.unit.prepared, self._job.table.taps
-        return nonfinite_error(
-            output,
-            {n: tap for n, tap in by_stored_name(self._job).items() if not self._may_keep(n)},
-            prepared,
-            first=item.first,
-            int8={tap for tap, info in stored.items() if info.dtype == "int8"},
-        )
 
     # -- the committing thread ---------------------------------------------------------------
 
