@@ -31,7 +31,7 @@ from spile.interop.export.export_source import ExportSource
 from spile.launch import flags as launch_flags
 from spile.launch.command import Command
 from spile.launch.job import LaunchJob
-from spile.launch.target import Flags, LaunchTarget, TargetRow
+from spile.launch.target import LaunchTarget, TargetFlags, TargetRow
 from spile.models.config import hf_config
 from spile.models.config.family import Family
 from spile.models.files import sae as encoders
@@ -206,7 +206,7 @@ class Pigeons(LaunchTarget):
 def test_a_launcher_is_a_row(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def add_flags(flags: Flags) -> None:
+    def add_flags(flags: TargetFlags) -> None:
         flags.add("--loft", "where they live", metavar="X", required=True)
 
     def build(arguments: argparse.Namespace) -> Pigeons:

@@ -1,6 +1,5 @@
 """Flags from declared options: one for each, with its kind."""
 
-import argparse
 import dataclasses
 import re
 
@@ -11,6 +10,7 @@ from spile.cli import flags
 from spile.cli.flags import Parser, Verbs, add_options, count_of
 from spile.core.config import RayOptions, Recipe, Runtime, flag_of
 from spile.core.errors import ConfigError
+from spile.core.flags import Flags
 
 PARSER = cli.make_parser()
 
@@ -20,7 +20,7 @@ def test_every_option_is_a_flag_that_is_none_until_it_is_given(
     options: type[Recipe | Runtime | RayOptions],
 ) -> None:
     parser = Parser()
-    add_options(parser, "all", options)
+    add_options(Flags(parser), "all", options)
     names = [field.name for field in dataclasses.fields(options)]
     assert vars(parser.parse_args([])) == dict.fromkeys(names), "a file's values must not be hidden"
     for field in dataclasses.fields(options):
@@ -40,12 +40,11 @@ def test_a_verb_gets_its_function_and_an_error_its_name() -> None:
     parser = Parser(prog="tool")
     verbs = Verbs(parser)
     sub = verbs.add("look", lambda arguments: 7, "look at it", epilog="more")
-    sub.add_argument("out")
+    sub.place("out")
     found = parser.parse_args(["look", "here", "--json"])
     assert (found.verb(found), found.out, found.json) == (7, "here", True)
-    assert verbs.parser_of("look") is sub
-    assert isinstance(sub, argparse.ArgumentParser) and sub.description == "look at it"
-    with pytest.raises(ConfigError, match=r"required: out \(see `tool look --help`\)"):
+    assert verbs.parser_of("look") is sub.parser and sub.parser.description == "look at it"
+    with pytest.raises(ConfigError, match=r"required: OUT \(see `tool look --help`\)"):
         parser.parse_args(["look"])
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spile.cli.flags import Verbs, count_of, switch
+from spile.cli.flags import Verbs, count_of
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError, SpileError, printable
 from spile.core.humanize import plural, size
@@ -31,42 +31,36 @@ _SOURCES = ("model", "lora", "corpus", "template", "encode", "splice")
 
 def add_verify(verbs: Verbs) -> None:
     sub = verbs.add("verify", verify, "audit every byte of a dataset")
-    sub.add_argument("out", metavar="OUT")
-    switch(sub, "--partial", "accept units that are not done yet")
-    how = sub.add_mutually_exclusive_group()
-    switch(
-        how, "--quick", "compare only the sizes and checksums that a listing gives; read no rows"
+    sub.place("out")
+    sub.switch("--partial", "accept units that are not done yet")
+    how = sub.either()
+    how.switch("--quick", "compare only the sizes and checksums that a listing gives; read no rows")
+    how.switch(
+        "--resume", "continue an interrupted audit; skip units that it found sound on this machine"
     )
-    switch(
-        how,
-        "--resume",
-        "continue an interrupted audit; skip units that it found sound on this machine",
+    signed = sub.group("signature")
+    signed.switch(
+        "--signature", "also check that `spile sign` signed every record and file as it is"
     )
-    signed = sub.add_argument_group("signature")
-    switch(
-        signed, "--signature", "also check that `spile sign` signed every record and file as it is"
-    )
-    signed.add_argument(
+    signed.add(
         "--signers",
-        metavar="FILE",
-        help="file of allowed signers as ssh-keygen reads it, or a public key "
-        "[~/.ssh/allowed_signers]",
+        "file of allowed signers as ssh-keygen reads it, or a public key [~/.ssh/allowed_signers]",
+        "FILE",
     )
-    again = sub.add_argument_group("repair")
-    switch(
-        again,
+    again = sub.group("repair")
+    again.switch(
         "--repair",
         "make damaged and missing units again, with the model and the corpus of the recipe; "
         "with --partial, set damaged units aside for `spile extract` to make again",
     )
-    again.add_argument(
+    again.add(
         "--from",
-        metavar="DATASET",
+        "the dataset that OUT was compacted from; damaged units are copied from it",
+        "DATASET",
         dest="source",
-        help="the dataset that OUT was compacted from; damaged units are copied from it",
     )
     for name in _SOURCES:
-        again.add_argument(f"--{name}", metavar="X", help="its place now, if it has moved")
+        again.add(f"--{name}", "its place now, if it has moved", "X")
 
 
 def verify(arguments: argparse.Namespace) -> int:
@@ -202,12 +196,12 @@ def add_sign(verbs: Verbs) -> None:
         epilog="  spile sign acts/demo --key ~/.ssh/id_ed25519\n"
         "  spile verify acts/demo --signature --signers id_ed25519.pub",
     )
-    sub.add_argument("out", metavar="OUT")
-    sub.add_argument(
+    sub.place("out")
+    sub.add(
         "--key",
-        metavar="FILE",
+        "a private key, or the public key of one that ssh-agent holds",
+        "FILE",
         required=True,
-        help="a private key, or the public key of one that ssh-agent holds",
     )
 
 
@@ -238,12 +232,12 @@ def add_drop(verbs: Verbs) -> None:
         "drop taps that were added to a dataset; gc then removes their files",
         epilog="  spile drop acts/demo --taps mlp_out.20\n  spile gc acts/demo",
     )
-    sub.add_argument("out", metavar="OUT")
-    sub.add_argument(
+    sub.place("out")
+    sub.add(
         "--taps",
-        metavar="T",
+        "comma separated; taps added by one --add-taps are dropped together",
+        "T",
         required=True,
-        help="comma separated; taps added by one --add-taps are dropped together",
     )
 
 
@@ -264,9 +258,9 @@ def add_gc(verbs: Verbs) -> None:
     sub = verbs.add(
         "gc", gc, "remove files that no finished unit needs; safe beside running workers"
     )
-    sub.add_argument("out", metavar="OUT")
-    switch(
-        sub, "--abandoned", "also remove attempts at unfinished units; only when nothing is running"
+    sub.place("out")
+    sub.switch(
+        "--abandoned", "also remove attempts at unfinished units; only when nothing is running"
     )
 
 
@@ -288,12 +282,12 @@ def add_export(verbs: Verbs) -> None:
     formats: Iterable[str] = ()
     if verbs.may_be("export"):
         from spile.interop.export import FORMATS as formats
-    sub.add_argument("out", metavar="OUT")
-    sub.add_argument("--to", metavar="FORMAT", required=True, help=", ".join(formats))
-    sub.add_argument("dest", metavar="DEST", help="the directory to make")
-    sub.add_argument("--taps", metavar="T", help="taps to export [all]")
-    sub.add_argument("--context-size", metavar="N", type=int, help="rows in a sequence [seq-len]")
-    sub.add_argument("--dtype", metavar="X", help="[as stored if the format has it, else float32]")
+    sub.place("out")
+    sub.add("--to", ", ".join(formats), "FORMAT", required=True)
+    sub.place("dest", "the directory to make")
+    sub.add("--taps", "taps to export [all]", "T")
+    sub.number("--context-size", "rows in a sequence [seq-len]")
+    sub.add("--dtype", "[as stored if the format has it, else float32]", "X")
 
 
 def export(arguments: argparse.Namespace) -> None:
@@ -327,10 +321,10 @@ def add_copy(verbs: Verbs) -> None:
         epilog="  SPILE_SOURCE_AWS_…, SPILE_SOURCE_GOOGLE_…: credentials for OUT alone\n"
         "  SPILE_DEST_AWS_…, SPILE_DEST_GOOGLE_…: credentials for DEST alone",
     )
-    sub.add_argument("out", metavar="OUT")
-    sub.add_argument("dest", metavar="DEST", help="the directory or URL of the copy")
-    sub.add_argument("--taps", metavar="T", help="taps to take, as for export [all]")
-    sub.add_argument("--units", metavar="U", help="units to copy, e.g. 0-99,150 [all]")
+    sub.place("out")
+    sub.place("dest", "the directory or URL of the copy")
+    sub.add("--taps", "taps to take, as for export [all]", "T")
+    sub.add("--units", "units to copy, e.g. 0-99,150 [all]", "U")
 
 
 def copy(arguments: argparse.Namespace) -> None:
@@ -374,8 +368,8 @@ def assembled_text(made: "Assembled") -> str:
 
 def add_merge(verbs: Verbs) -> None:
     sub = verbs.add("merge", merge, "join datasets of one recipe over different documents")
-    sub.add_argument("out", metavar="OUT", nargs="+", help="two datasets or more, in order")
-    sub.add_argument("dest", metavar="DEST", help="directory or URL of the new dataset")
+    sub.place("out", "two datasets or more, in order", nargs="+")
+    sub.place("dest", "directory or URL of the new dataset")
 
 
 def merge(arguments: argparse.Namespace) -> None:
@@ -391,14 +385,12 @@ def merge(arguments: argparse.Namespace) -> None:
 
 def add_compact(verbs: Verbs) -> None:
     sub = verbs.add("compact", compact, "rewrite a dataset in few large shards")
-    sub.add_argument("out", metavar="OUT")
-    sub.add_argument("dest", metavar="DEST", help="directory or URL of the new dataset")
-    sub.add_argument(
-        "--unit-bytes", metavar="SIZE", default="64GiB", help="merge units up to this size [64GiB]"
-    )
-    sub.add_argument("--shard-bytes", metavar="SIZE", default="1GiB", help="as for extract [1GiB]")
-    switch(sub, "--compress", "as for extract")
-    sub.add_argument("--taps", metavar="T", help="taps to take, as for export [all]")
+    sub.place("out")
+    sub.place("dest", "directory or URL of the new dataset")
+    sub.add("--unit-bytes", "merge units up to this size [64GiB]", "SIZE", default="64GiB")
+    sub.add("--shard-bytes", "as for extract [1GiB]", "SIZE", default="1GiB")
+    sub.switch("--compress", "as for extract")
+    sub.add("--taps", "taps to take, as for export [all]", "T")
 
 
 def compact(arguments: argparse.Namespace) -> None:
@@ -427,10 +419,10 @@ def compact_text(made: "Compacted") -> str:
 
 def add_push(verbs: Verbs) -> None:
     sub = verbs.add("push", push, "upload a dataset to the Hugging Face Hub, with a card")
-    sub.add_argument("out", metavar="OUT")
-    sub.add_argument("repo", metavar="REPO", help="owner/name of a dataset repository")
-    switch(sub, "--private", "make the repository private; refuse an existing public one")
-    sub.add_argument("--revision", metavar="BRANCH", help="created if missing [main]")
+    sub.place("out")
+    sub.place("repo", "owner/name of a dataset repository")
+    sub.switch("--private", "make the repository private; refuse an existing public one")
+    sub.add("--revision", "created if missing [main]", "BRANCH")
 
 
 def push(arguments: argparse.Namespace) -> None:

@@ -12,10 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spile.cli.flags import Verbs, add_options, switch, taps_help
+from spile.cli.flags import Verbs, add_options, taps_help
 from spile.cli.style import formatter, program, skipped
 from spile.core.config import RayOptions, Recipe, Runtime, build, load_toml
 from spile.core.errors import ConfigError, Interrupted
+from spile.core.flags import Flags
 from spile.core.humanize import compared, lasting, plural, size
 from spile.objects import open_objects
 
@@ -50,11 +51,11 @@ _STAGES = (
 )
 
 
-def add_recipe_flags(sub: argparse.ArgumentParser) -> None:
+def add_recipe_flags(sub: Flags) -> None:
     """Add the flags that `extract` and `plan` share."""
-    sub.add_argument("--out", metavar="DIR", help="where the dataset goes")
-    sub.add_argument("--config", metavar="FILE", help="TOML file of options; flags win")
-    switch(sub, "--quiet", "print only errors")
+    sub.add("--out", "where the dataset goes", "DIR")
+    sub.add("--config", "TOML file of options; flags win", "FILE")
+    sub.switch("--quiet", "print only errors")
     add_options(sub, "recipe: what the dataset is", Recipe)
     add_options(sub, "runtime: how it is made", Runtime)
 
@@ -68,8 +69,8 @@ def add_extract(verbs: Verbs) -> None:
         description=_EXTRACT_HELP,
     )
     add_recipe_flags(sub)
-    switch(sub, "--log-json", "print progress and log as JSON objects on stderr, one a line")
-    switch(sub, "--restart", "start over with another recipe; refused once --out holds a row")
+    sub.switch("--log-json", "print progress and log as JSON objects on stderr, one a line")
+    sub.switch("--restart", "start over with another recipe; refused once --out holds a row")
     add_options(sub, "engine: where it is made", RayOptions)
 
 
@@ -277,24 +278,19 @@ def add_supervise(verbs: Verbs) -> None:
         epilog="  spile supervise -- extract --out acts/demo --share 3/32",
         usage="spile supervise [options] -- extract ...",
     )
-    sub.add_argument(
+    sub.number(
         "--max-restarts",
-        metavar="N",
-        type=int,
-        default=10,
-        help="give up after so many restarts without a finished unit in between [10]",
+        "give up after so many restarts without a finished unit in between [10]",
+        10,
     )
-    sub.add_argument(
+    sub.number(
         "--backoff",
-        metavar="SECONDS",
-        type=float,
-        default=1.0,
-        help="pause before a restart; doubled with each restart in a row [1]",
+        "pause before a restart; doubled with each restart in a row [1]",
+        1.0,
+        unit="SECONDS",
     )
-    sub.add_argument(
-        "--max-backoff", metavar="SECONDS", type=float, default=60.0, help="longest pause [60]"
-    )
-    sub.add_argument("command", nargs=argparse.REMAINDER, help="extract and its flags")
+    sub.number("--max-backoff", "longest pause [60]", 60.0, unit="SECONDS")
+    sub.place("command", "extract and its flags", nargs=argparse.REMAINDER, metavar=None)
 
 
 def supervise(arguments: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from spile.core.config import RayOptions, Recipe, Runtime, flag_of, parse_count
 from spile.core.errors import ConfigError
+from spile.core.flags import Flags
 from spile.core.listening import ListenAddress
 from spile.models.sites import SITES
 
@@ -168,20 +169,17 @@ class Verbs:
 
     def add(
         self, name: str, handle: Callable[[argparse.Namespace], int | None], help: str, **more: Any
-    ) -> argparse.ArgumentParser:
-        """Add a verb that calls `handle`; return its parser, which already has --json.
+    ) -> Flags:
+        """Add a verb that calls `handle`; return its flags, of which --json is there already.
 
         `handle` returns an exit code; None: 0.
         """
         told: dict[str, Any] = {"description": help, **more}
-        sub = self._group.add_parser(
-            name,
-            help=help,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            **told,
-        )
-        sub.set_defaults(verb=handle)
-        switch(sub, "--json", "print one JSON object")
+        raw = argparse.RawDescriptionHelpFormatter
+        parser = self._group.add_parser(name, help=help, formatter_class=raw, **told)
+        parser.set_defaults(verb=handle)
+        sub = Flags(parser)
+        sub.switch("--json", "print one JSON object")
         return sub
 
     def may_be(self, name: str) -> bool:
@@ -193,29 +191,17 @@ class Verbs:
         return self._group.choices[name]
 
 
-def add_options(
-    parser: argparse.ArgumentParser, title: str, options: type[Recipe | Runtime | RayOptions]
-) -> None:
+def add_options(flags: Flags, title: str, options: type[Recipe | Runtime | RayOptions]) -> None:
     """Add a group of flags, one for each field of a declaration."""
-    group = parser.add_argument_group(title)
+    group = flags.group(title)
     for field in dataclasses.fields(options):
         flag, meta = flag_of(field.name), field.metadata
         if meta["kind"] == "switch":
-            group.add_argument(flag, action="store_true", default=None, help=meta["help"])
+            group.switch(flag, meta["help"], default=None)
             continue
         hint = {"count": "N", "size": "SIZE"}.get(meta["kind"], "X")
         action = _Joined if meta["kind"] == "list" else "store"
-        metavar = "|".join(meta["choices"]) or hint
-        group.add_argument(flag, action=action, metavar=metavar, help=meta["help"])
-
-
-def switch(
-    parser: argparse._ActionsContainer,  # pyright: ignore[reportPrivateUsage]
-    flag: str,
-    help: str,
-) -> None:
-    """Add a flag without a value: False unless given."""
-    parser.add_argument(flag, action="store_true", help=help)
+        group.add(flag, meta["help"], "|".join(meta["choices"]) or hint, action=action)
 
 
 def count_of(flag: str, text: str, wanted: str = "a number, or 1GiB or 500MB") -> int:
@@ -234,24 +220,18 @@ class _Joined(argparse.Action):
         setattr(namespace, self.dest, f"{before},{values}" if before else values)
 
 
-def add_listening(parser: argparse.ArgumentParser, port: int) -> None:
+def add_listening(flags: Flags, port: int) -> None:
     """Add the flags of a verb that listens; `port` is its default."""
-    parser.add_argument(
+    flags.add(
         "--host",
-        metavar="ADDRESS",
+        "address to listen on; all but loopback ask for a token and need TLS [127.0.0.1]",
+        "ADDRESS",
         default="127.0.0.1",
-        help="address to listen on; all but loopback ask for a token and need TLS [127.0.0.1]",
     )
-    parser.add_argument(
-        "--port",
-        metavar="N",
-        type=int,
-        default=port,
-        help=f"port to listen on; 0 takes any free one [{port}]",
-    )
-    parser.add_argument("--tls-cert", metavar="FILE", help="certificate chain in PEM")
-    parser.add_argument("--tls-key", metavar="FILE", help="the certificate's key in PEM")
-    switch(parser, "--insecure", "without TLS: anyone on the network path can read the token")
+    flags.number("--port", f"port to listen on; 0 takes any free one [{port}]", port)
+    flags.add("--tls-cert", "certificate chain in PEM", "FILE")
+    flags.add("--tls-key", "the certificate's key in PEM", "FILE")
+    flags.switch("--insecure", "without TLS: anyone on the network path can read the token")
 
 
 def listen_address(arguments: argparse.Namespace, token: str | None) -> ListenAddress:

@@ -21,12 +21,13 @@ Start the same `spile extract` on many hosts, look at it, and stop it.
 
 def add_launch(verbs: Verbs) -> None:
     help = "start extract elsewhere: ssh, clusters, clouds"
-    sub = verbs.add("launch", launch, help, description=_LAUNCH_HELP)
-    sub.set_defaults(parse_extract=verbs.parser_of("extract").parse_args)
+    verbs.add("launch", launch, help, description=_LAUNCH_HELP)
+    parser = verbs.parser_of("launch")
+    parser.set_defaults(parse_extract=verbs.parser_of("extract").parse_args)
     if verbs.may_be("launch"):
         from spile.launch.flags import add_launch
 
-        add_launch(sub)
+        add_launch(parser)
 
 
 def launch(arguments: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from spile.cli.flags import Verbs, switch
+from spile.cli.flags import Verbs
 from spile.core.errors import ConfigError
 from spile.objects import open_objects
 
@@ -211,9 +211,9 @@ def add_legacy(verbs: Verbs) -> None:
         "run a command line of the tools before Spile, and print the new spelling",
         usage="spile legacy PROGRAM [--dry-run] OLD FLAGS [-- NEW FLAGS]",
     )
-    switch(sub, "--dry-run", "only print it")
-    sub.add_argument("program", choices=PROGRAMS)
-    sub.add_argument("arguments", nargs=argparse.REMAINDER, help="as they were typed")
+    sub.switch("--dry-run", "only print it")
+    sub.place("program", choices=PROGRAMS, metavar=None)
+    sub.place("arguments", "as they were typed", nargs=argparse.REMAINDER, metavar=None)
 
 
 def legacy(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from spile.cli.flags import Verbs, add_listening, count_of, listen_address, switch
+from spile.cli.flags import Verbs, add_listening, count_of, listen_address
 from spile.cli.style import skipped
 from spile.core.errors import ConfigError
 from spile.core.humanize import compared, lasting, plural, short, size
@@ -31,16 +31,13 @@ _QUIT = (b"q", b"Q", b"\x1b")
 
 def add_status(verbs: Verbs) -> None:
     sub = verbs.add("status", status, "progress of a dataset, and of the workers that make it")
-    sub.add_argument("out", metavar="OUT")
-    switch(sub, "--follow", "repeat until the dataset is complete; q quits")
-    sub.add_argument(
-        "--interval", metavar="SECONDS", type=float, help="between two looks, with --follow [2]"
-    )
-    sub.add_argument(
+    sub.place("out")
+    sub.switch("--follow", "repeat until the dataset is complete; q quits")
+    sub.number("--interval", "between two looks, with --follow [2]", unit="SECONDS")
+    sub.number(
         "--stale-after",
-        metavar="SECONDS",
-        type=float,
-        help="with --follow: a worker without a new heartbeat for so long is stale [30]",
+        "with --follow: a worker without a new heartbeat for so long is stale [30]",
+        unit="SECONDS",
     )
 
 
@@ -230,11 +227,9 @@ def _last_seen(worker: Mapping[str, Any]) -> list[str]:
 
 def add_ls(verbs: Verbs) -> None:
     sub = verbs.add("ls", ls, "list every file of a dataset: tap, rows, bytes, digest")
-    sub.add_argument("out", metavar="OUT")
-    sub.add_argument("--unit", metavar="N", type=int, help="list only this unit")
-    sub.add_argument(
-        "--tap", metavar="T", help="list only this tap, or index, statistics, documents"
-    )
+    sub.place("out")
+    sub.number("--unit", "list only this unit")
+    sub.add("--tap", "list only this tap, or index, statistics, documents", "T")
 
 
 def ls(arguments: argparse.Namespace) -> None:
@@ -266,19 +261,17 @@ def listing_lines(out: str, files: "Listing") -> Iterator[str]:
 
 def add_serve(verbs: Verbs) -> None:
     sub = verbs.add("serve", serve, "show a dataset, finished or not, in a browser")
-    sub.add_argument("out", metavar="OUT")
+    sub.place("out")
     add_listening(sub, 8770)
-    sub.add_argument("--token", metavar="X", help="[a random one, where needed]")
-    sub.add_argument("--tokenizer", metavar="DIR", help="the model's directory, if it has moved")
-    sub.add_argument(
+    sub.add("--token", "[a random one, where needed]", "X")
+    sub.add("--tokenizer", "the model's directory, if it has moved", "DIR")
+    sub.add(
         "--read",
-        metavar="SIZE",
+        "most bytes of rows to read for plots of the whole dataset [16GiB]",
+        "SIZE",
         default="16GiB",
-        help="most bytes of rows to read for plots of the whole dataset [16GiB]",
     )
-    sub.add_argument(
-        "--cache", metavar="DIR", help="directory that keeps what was read from a bucket"
-    )
+    sub.add("--cache", "directory that keeps what was read from a bucket", "DIR")
 
 
 def serve(arguments: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spile.cli.flags import Verbs, switch, taps_help
+from spile.cli.flags import Verbs, taps_help
 from spile.core.config import STORE_DTYPES, Recipe, Runtime
 from spile.core.errors import ConfigError, InputError, SpileError
 from spile.core.humanize import plural, size
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 def add_taps(verbs: Verbs) -> None:
     sub = verbs.add("taps", taps, "the places a model can be tapped at: shapes, bytes, other names")
-    sub.add_argument("--model", metavar="X", required=True, help="as for extract")
-    sub.add_argument("--seq-len", metavar="N", help="for attn_pattern [2048, or the maximum]")
-    sub.add_argument("--store-dtype", choices=STORE_DTYPES, default="bfloat16")
-    switch(sub, "--all", "list every layer instead of one line per site")
+    sub.add("--model", "as for extract", "X", required=True)
+    sub.add("--seq-len", "for attn_pattern [2048, or the maximum]", "N")
+    sub.add("--store-dtype", None, choices=STORE_DTYPES, default="bfloat16")
+    sub.switch("--all", "list every layer instead of one line per site")
 
 
 def taps(arguments: argparse.Namespace) -> None:
@@ -79,16 +79,16 @@ def add_compile(verbs: Verbs) -> None:
         "compile the step for devices that need not be here: memory, collectives, speed, cost",
         epilog=taps_help(),
     )
-    sub.add_argument("--model", metavar="X", required=True, help="directory with config.json")
-    sub.add_argument("--taps", metavar="X", required=True, help="as for extract")
-    sub.add_argument("--topology", metavar="X", help="e.g. v5e-64, v4-8, h200 [this machine]")
-    sub.add_argument("--mesh", metavar="X", default="auto", help="as for extract [auto]")
-    sub.add_argument("--fsdp", metavar="N", help="as for extract")
-    switch(sub, "--search", "compile for every suitable mesh")
-    sub.add_argument("--on", metavar="libtpu|cpu|here", help="which compiler [libtpu, else cpu]")
+    sub.add("--model", "directory with config.json", "X", required=True)
+    sub.add("--taps", "as for extract", "X", required=True)
+    sub.add("--topology", "e.g. v5e-64, v4-8, h200 [this machine]", "X")
+    sub.add("--mesh", "as for extract [auto]", "X", default="auto")
+    sub.add("--fsdp", "as for extract", "N")
+    sub.switch("--search", "compile for every suitable mesh")
+    sub.add("--on", "which compiler [libtpu, else cpu]", "libtpu|cpu|here")
     for name in ("weights", "seq-len", "batch-tokens", "compute-dtype", "store-dtype", "encode",
                  "latents", "splice"):  # fmt: skip
-        sub.add_argument(f"--{name}", metavar="X", help="as for extract")
+        sub.add(f"--{name}", "as for extract", "X")
 
 
 def compile(arguments: argparse.Namespace) -> None:
@@ -174,11 +174,9 @@ def compile_text(found: Sequence["Compiled"]) -> str:
 
 def add_convert(verbs: Verbs) -> None:
     sub = verbs.add("convert", convert, "make a model directory from a GGUF file")
-    sub.add_argument("source", metavar="SRC.gguf")
-    sub.add_argument("dest", metavar="DEST", help="the directory to make")
-    sub.add_argument(
-        "--tokenizer", metavar="DIR", help="take tokenizer.json from here instead of the file"
-    )
+    sub.place("source", metavar="SRC.gguf")
+    sub.place("dest", "the directory to make")
+    sub.add("--tokenizer", "take tokenizer.json from here instead of the file", "DIR")
 
 
 def convert(arguments: argparse.Namespace) -> None:
@@ -195,12 +193,10 @@ def convert(arguments: argparse.Namespace) -> None:
 
 def add_check(verbs: Verbs) -> None:
     sub = verbs.add("check", check, "recompute samples with HF transformers and compare")
-    sub.add_argument("out", metavar="OUT")
-    sub.add_argument(
-        "--samples", metavar="N", type=int, default=4, help="documents to recompute [4]"
-    )
+    sub.place("out")
+    sub.number("--samples", "documents to recompute [4]", 4)
     for name in ("model", "lora", "encode", "splice", "corpus"):
-        sub.add_argument(f"--{name}", metavar="X", help="its place now, if it has moved")
+        sub.add(f"--{name}", "its place now, if it has moved", "X")
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -260,10 +256,8 @@ def check_text(out: str, report: "CheckReport") -> str:
 def add_fetch(verbs: Verbs) -> None:
     sub = verbs.add("fetch", fetch, "download a model and a corpus ahead of a run")
     for name in ("model", "lora", "corpus", "cache"):
-        sub.add_argument(f"--{name}", metavar="X", help="as for extract")
-    sub.add_argument(
-        "--to", metavar="DIR", help="make DIR/model, DIR/lora and DIR/corpus [the Hub's cache]"
-    )
+        sub.add(f"--{name}", "as for extract", "X")
+    sub.add("--to", "make DIR/model, DIR/lora and DIR/corpus [the Hub's cache]", "DIR")
 
 
 def fetch(arguments: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spile.cli.extract import add_recipe_flags, given
-from spile.cli.flags import Verbs, switch, taps_help
+from spile.cli.flags import Verbs, taps_help
 from spile.core.config import Recipe, Runtime, build
 from spile.core.errors import ConfigError
 from spile.core.humanize import lasting, size
@@ -52,24 +52,24 @@ def add_plan(verbs: Verbs) -> None:
     help = "what extract would cost: tokens, bytes, memory, time, dollars"
     sub = verbs.add("plan", plan, help, epilog=taps_help())
     add_recipe_flags(sub)
-    sub.add_argument(
+    sub.add(
         "--calibrate",
-        metavar="SECONDS",
-        help="seconds to run for, to measure the speed; the rows are then deleted; or off [5]",
+        "seconds to run for, to measure the speed; the rows are then deleted; or off [5]",
+        "SECONDS",
     )
-    switch(
-        sub, "--exact", "read the whole corpus to count every token and byte [read for 5 seconds]"
+    sub.switch(
+        "--exact", "read the whole corpus to count every token and byte [read for 5 seconds]"
     )
-    sub.add_argument(
+    sub.add(
         "--topology",
-        metavar="X",
-        help="time and cost on other chips, e.g. v5e-64, h200-8, as `spile compile` estimates them",
+        "time and cost on other chips, e.g. v5e-64, h200-8, as `spile compile` estimates them",
+        "X",
     )
-    sub.add_argument(
+    sub.add(
         "--prices",
-        metavar="S,W,R",
-        help="the bucket's prices in dollars: 1 GiB a month, 1,000 writes or listings, 1,000 "
+        "the bucket's prices in dollars: 1 GiB a month, 1,000 writes or listings, 1,000 "
         "reads [public list prices, e.g. 0.023,0.005,0.0004]",
+        "S,W,R",
     )
 
 

@@ -8,7 +8,7 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from spile.cli.flags import Verbs, add_listening, count_of, listen_address, switch
+from spile.cli.flags import Verbs, add_listening, count_of, listen_address
 from spile.core.config import Runtime
 from spile.core.errors import Interrupted, SpileError, printable
 from spile.core.humanize import size
@@ -20,24 +20,19 @@ if TYPE_CHECKING:
 
 def add_shuffle(verbs: Verbs) -> None:
     sub = verbs.add("shuffle", shuffle, "write a dataset anew with its rows in a drawn order")
-    sub.add_argument("out", metavar="OUT")
-    sub.add_argument("dest", metavar="DEST", help="directory or URL of the new dataset")
-    sub.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the permutation [0]")
-    sub.add_argument(
-        "--memory",
-        metavar="SIZE",
-        default="4GiB",
-        help="memory for rows; the order depends on it [4GiB]",
-    )
-    sub.add_argument(
+    sub.place("out")
+    sub.place("dest", "directory or URL of the new dataset")
+    sub.number("--seed", "seed of the permutation [0]", 0)
+    sub.add("--memory", "memory for rows; the order depends on it [4GiB]", "SIZE", default="4GiB")
+    sub.add(
         "--scratch",
-        metavar="DIR",
-        help="directory or URL for intermediate files as large as "
+        "directory or URL for intermediate files as large as "
         "the dataset; removed at the end [DEST/scratch]",
+        "DIR",
     )
-    sub.add_argument("--shard-bytes", metavar="SIZE", default="1GiB", help="as for extract [1GiB]")
-    switch(sub, "--compress", "as for extract")
-    sub.add_argument("--taps", metavar="T", help="taps to take, as for export [all]")
+    sub.add("--shard-bytes", "as for extract [1GiB]", "SIZE", default="1GiB")
+    sub.switch("--compress", "as for extract")
+    sub.add("--taps", "taps to take, as for export [all]", "T")
 
 
 def shuffle(arguments: argparse.Namespace) -> None:
@@ -75,44 +70,27 @@ def add_serve_rows(verbs: Verbs) -> None:
         "  SPILE_TOKEN: what trainers must know; other addresses than this machine's need "
         "one, and make it",
     )
-    sub.add_argument("out", metavar="OUT")
-    sub.add_argument("--taps", metavar="T", help="taps to serve, comma separated [all]")
-    sub.add_argument(
-        "--batch-size", metavar="N", type=int, default=4096, help="rows in a batch [4096]"
-    )
-    sub.add_argument("--seed", metavar="N", type=int, default=0, help="[0]")
-    sub.add_argument("--shuffle", choices=("window", "full", "none"), default="window")
-    sub.add_argument(
+    sub.place("out")
+    sub.add("--taps", "taps to serve, comma separated [all]", "T")
+    sub.number("--batch-size", "rows in a batch [4096]", 4096)
+    sub.number("--seed", "[0]", 0)
+    sub.add("--shuffle", None, choices=("window", "full", "none"), default="window")
+    sub.add(
         "--window",
-        metavar="N",
+        "shuffle window in rows, or in bytes such as 512MiB [65536]",
+        "N",
         default="65536",
-        help="shuffle window in rows, or in bytes such as 512MiB [65536]",
     )
-    sub.add_argument(
-        "--epochs", metavar="N", default="1", help="number of epochs, or none for endless [1]"
-    )
-    sub.add_argument("--where", metavar="X", help="rows to serve, as for extract")
-    switch(sub, "--drop-last", "leave out the last, short batch of an epoch")
-    sub.add_argument(
-        "--trainers",
-        metavar="N",
-        type=int,
-        default=1,
-        help="start when so many trainers are connected [1]",
-    )
-    sub.add_argument(
-        "--buffer",
-        metavar="N",
-        type=int,
-        default=8,
-        help="how many batches a trainer may be behind the fastest [8]",
-    )
-    sub.add_argument(
+    sub.add("--epochs", "number of epochs, or none for endless [1]", "N", default="1")
+    sub.add("--where", "rows to serve, as for extract", "X")
+    sub.switch("--drop-last", "leave out the last, short batch of an epoch")
+    sub.number("--trainers", "start when so many trainers are connected [1]", 1)
+    sub.number("--buffer", "how many batches a trainer may be behind the fastest [8]", 8)
+    sub.number(
         "--patience",
-        metavar="SECONDS",
-        type=float,
-        default=300.0,
-        help="how long others wait for a trainer that takes nothing, before they go on [300]",
+        "how long others wait for a trainer that takes nothing, before they go on [300]",
+        300.0,
+        unit="SECONDS",
     )
     add_listening(sub, 8815)
 

@@ -5,8 +5,9 @@ A new target is a module with its flags and construction, and its row here.
 
 import argparse
 
+from spile.core.flags import Flags
 from spile.launch import gcloud, kubernetes, local, sky, slurm, ssh
-from spile.launch.target import Flags, TargetRow
+from spile.launch.target import TargetFlags, TargetRow
 
 _ROWS = (
     local.LOCAL, local.DOCKER, ssh.SSH, gcloud.GCLOUD, slurm.SLURM, kubernetes.KUBERNETES, sky.SKY
@@ -26,60 +27,54 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
     for name, row in TARGETS.items():
         sub = group.add_parser(name, help=row.about, description=f"start extract on {row.about}")
         sub.set_defaults(target=name, action="submit")
-        _add_ways(sub)
-        _add_job(sub, row)
-        row.add_flags(Flags(sub, row.about))
-        sub.add_argument("extract", nargs="*", metavar="-- EXTRACT", help="arguments of extract")
+        flags = Flags(sub)
+        _add_ways(flags)
+        _add_job(flags, row)
+        row.add_flags(TargetFlags(sub.add_argument_group(row.about)))
+        flags.place("extract", "arguments of extract", nargs="*", metavar="-- EXTRACT")
     for action, help in ACTIONS.items():
         sub = group.add_parser(action, help=help)
         targets = sub.add_subparsers(title="targets", metavar="TARGET", required=True)
         for name, row in TARGETS.items():
             each = targets.add_parser(name, help=row.about, description=f"{help}: {row.about}")
             each.set_defaults(target=name, action=action)
-            _add_ways(each)
-            each.add_argument("--name", default="spile", help="as it was launched [spile]")
+            flags = Flags(each)
+            _add_ways(flags)
+            flags.add("--name", "as it was launched [spile]", default="spile")
             if action == "logs":
-                each.add_argument("--lines", type=int, default=_LINES, help=f"[{_LINES}]")
+                flags.add("--lines", f"[{_LINES}]", type=int, default=_LINES)
             if row.contained:
-                _add_engine(each, row)
-            row.add_flags(Flags(each, row.about))
+                _add_engine(flags, row)
+            row.add_flags(TargetFlags(each.add_argument_group(row.about)))
 
 
-def _add_ways(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the exact commands, and run nothing"
-    )
-    parser.add_argument(
-        "--json", action="store_true", default=argparse.SUPPRESS, help="print a list of answers"
-    )
+def _add_ways(flags: Flags) -> None:
+    flags.switch("--dry-run", "print the exact commands, and run nothing")
+    flags.switch("--json", "print a list of answers", default=argparse.SUPPRESS)
 
 
-def _add_job(parser: argparse.ArgumentParser, row: TargetRow) -> None:
-    group = parser.add_argument_group("what runs on every host")
-    add = group.add_argument
-    add("--name", default="spile", help="name of this run, for status, logs and stop [spile]")
-    add("--env", metavar="NAME[=VALUE]", action="append", default=[],
-        help="set this variable on the hosts; without a value, as it is set here")  # fmt: skip
-    add("--secret", metavar="NAME", action="append", default=[],
-        help="the same, with the value from here, which is never shown")  # fmt: skip
-    add("--max-restarts", metavar="N", type=int,
-        help="restarts by spile supervise; 0: start it once, unwatched")  # fmt: skip
+def _add_job(flags: Flags, row: TargetRow) -> None:
+    job = flags.group("what runs on every host")
+    job.add("--name", "name of this run, for status, logs and stop [spile]", default="spile")
+    job.many("--env", "NAME[=VALUE]", "set this variable on the hosts; without a value, as it is "
+             "set here")  # fmt: skip
+    job.many("--secret", "NAME", "the same, with the value from here, which is never shown")
+    job.number("--max-restarts", "restarts by spile supervise; 0: start it once, unwatched")
     if row.on_hosts:
-        add("--spile", metavar="PROGRAM", default="spile", help="the program on the hosts [spile]")
-        add("--setup", metavar="LINES", default="", help="shell lines to run first, each time")
-        add("--folder", metavar="DIR", help="working directory on the hosts")
-        add("--credentials", metavar="FILE", help="absolute path of a Google key on the hosts; "
-            "it is mounted read-only in a container")  # fmt: skip
+        job.add("--spile", "the program on the hosts [spile]", "PROGRAM", default="spile")
+        job.add("--setup", "shell lines to run first, each time", "LINES", default="")
+        job.add("--folder", "working directory on the hosts", "DIR")
+        job.add("--credentials", "absolute path of a Google key on the hosts; it is mounted "
+                "read-only in a container", "FILE")  # fmt: skip
     if row.contained:
-        _add_engine(parser, row)
+        _add_engine(flags, row)
 
 
-def _add_engine(parser: argparse.ArgumentParser, row: TargetRow) -> None:
-    group = parser.add_argument_group("in a container")
-    add = group.add_argument
-    add("--container", metavar="IMAGE@sha256:DIGEST", help="run it in this image, on every host")
-    add("--device", choices=("cpu", "gpu", "tpu"),
-        help=f"devices of the container [{row.device}]")  # fmt: skip
-    add("--engine", choices=("docker", "podman"), default="docker")
-    add("--sudo", action="store_true", help="the engine needs root there")
-    add("--mount", metavar="/HOST:/THERE[:ro]", action="append", default=[])
+def _add_engine(flags: Flags, row: TargetRow) -> None:
+    engine = flags.group("in a container")
+    engine.add("--container", "run it in this image, on every host", "IMAGE@sha256:DIGEST")
+    engine.add("--device", f"devices of the container [{row.device}]",
+               choices=("cpu", "gpu", "tpu"))  # fmt: skip
+    engine.add("--engine", None, choices=("docker", "podman"), default="docker")
+    engine.switch("--sudo", "the engine needs root there")
+    engine.many("--mount", "/HOST:/THERE[:ro]")

@@ -18,7 +18,7 @@ from spile.core.retry import backoff
 from spile.launch import script
 from spile.launch.command import FILE, NOT_FOUND, Command, Result, run
 from spile.launch.job import LaunchJob, Seat, check_name
-from spile.launch.target import Flags, LaunchTarget, TargetRow, check_counts, from_flags
+from spile.launch.target import LaunchTarget, TargetFlags, TargetRow, check_counts, from_flags
 
 _log = logging.getLogger("spile.launch")
 
@@ -413,23 +413,19 @@ def _error(result: Result) -> str:
     return printable(lines[0].strip()) if lines else result.said
 
 
-def _add_flags(flags: Flags) -> None:
+def _add_flags(flags: TargetFlags) -> None:
     flags.slices()
     flags.many("--zone", "ZONE", "zone of the TPUs; several are tried in turn", "zones")
     flags.many(
         "--tpu", "NAME", "name of an existing TPU, or of one to create [from --name]", "tpus"
     )
-    flags.add("--project", "project of the TPUs [gcloud's default]", metavar="ID")
-    flags.add(
-        "--accelerator-type", "create missing TPUs of this type, e.g. v5litepod-64", metavar="TYPE"
-    )
-    flags.add(
-        "--runtime-version", "runtime of created TPUs, e.g. v2-alpha-tpuv5-lite", metavar="VERSION"
-    )
+    flags.add("--project", "project of the TPUs [gcloud's default]", "ID")
+    flags.add("--accelerator-type", "create missing TPUs of this type, e.g. v5litepod-64", "TYPE")
+    flags.add("--runtime-version", "runtime of created TPUs, e.g. v2-alpha-tpuv5-lite", "VERSION")
     flags.switch("--spot", "create preemptible TPUs")
     flags.switch("--queued", "create TPUs through the queue of requests")
     flags.switch("--keep", "keep running, and replace TPUs that are preempted")
-    flags.count("--retries", "give up after this many failed attempts in a row [10]", 10)
+    flags.number("--retries", "give up after this many failed attempts in a row [10]", 10)
     flags.switch("--delete", "with stop: also delete the TPUs")
 
 

@@ -13,7 +13,14 @@ from typing import Any
 from spile.core.errors import ConfigError
 from spile.launch.command import Command
 from spile.launch.job import GOOGLE_KEY, GRACE, PORT, LaunchJob
-from spile.launch.target import Flags, LaunchTarget, TargetRow, check_counts, from_flags, to_yaml
+from spile.launch.target import (
+    LaunchTarget,
+    TargetFlags,
+    TargetRow,
+    check_counts,
+    from_flags,
+    to_yaml,
+)
 
 # GKE's machine names of each generation, and the chips per host of a larger slice.
 _TPUS = {
@@ -288,17 +295,17 @@ def _literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def _add_flags(flags: Flags) -> None:
+def _add_flags(flags: TargetFlags) -> None:
     flags.slices()
     flags.world_size()
-    flags.add("--tpu", "TPU of each slice on GKE, e.g. v5e:8x8", metavar="KIND:TOPOLOGY")
-    flags.count("--gpus", "GPUs of each host [0]", 0)
-    flags.add("--service-account", "service account of the pods", metavar="NAME")
-    flags.add("--namespace", "namespace of the pods [kubectl's default]", metavar="NAME")
-    flags.add("--context", "context of kubectl [its default]", metavar="NAME")
+    flags.add("--tpu", "TPU of each slice on GKE, e.g. v5e:8x8", "KIND:TOPOLOGY")
+    flags.number("--gpus", "GPUs of each host [0]", 0)
+    flags.add("--service-account", "service account of the pods", "NAME")
+    flags.add("--namespace", "namespace of the pods [kubectl's default]", "NAME")
+    flags.add("--context", "context of kubectl [its default]", "NAME")
     flags.many("--claim", "CLAIM:/PATH", "mount this volume claim")
     flags.add("--credentials-secret", "secret with a Google key, mounted read-only",
-              metavar="SECRET:KEY", dest="key")  # fmt: skip
+              "SECRET:KEY", dest="key")  # fmt: skip
     flags.machine()
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from spile.core.errors import ConfigError
 from spile.launch.job import PORT, Seat
-from spile.launch.target import Flags, Host, Hosts, TargetRow, check_counts, from_flags
+from spile.launch.target import Host, Hosts, TargetFlags, TargetRow, check_counts, from_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +44,11 @@ class Local(Hosts):
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, seen))}
 
 
-def _add_flags(flags: Flags) -> None:
+def _add_flags(flags: TargetFlags) -> None:
     flags.slices()
     flags.world_size()
     flags.port("the first slice")
-    flags.count("--gpus-each", "GPUs that each process sees [all]", None)
+    flags.number("--gpus-each", "GPUs that each process sees [all]")
 
 
 def _build_docker(a: argparse.Namespace) -> Local:

@@ -9,7 +9,14 @@ from typing import Any
 from spile.core.errors import ConfigError
 from spile.launch.command import FILE, Command
 from spile.launch.job import PORT, LaunchJob, Seat
-from spile.launch.target import Flags, LaunchTarget, TargetRow, check_counts, from_flags, to_yaml
+from spile.launch.target import (
+    LaunchTarget,
+    TargetFlags,
+    TargetRow,
+    check_counts,
+    from_flags,
+    to_yaml,
+)
 
 _WORLD = f"""\
 export COORDINATOR_ADDRESS="$(printf '%s\\n' "$SKYPILOT_NODE_IPS" | head -n 1):{PORT}"
@@ -96,15 +103,15 @@ class Sky(LaunchTarget):
         return f"{job.name}-{number}" if self.slices > 1 else job.name
 
 
-def _add_flags(flags: Flags) -> None:
+def _add_flags(flags: TargetFlags) -> None:
     flags.slices()
     flags.world_size()
     flags.add(
         "--accelerators",
         "accelerators of each host, e.g. A100:8 or tpu-v5litepod-64",
-        metavar="X",
+        "X",
     )
-    flags.add("--infra", "where to run, e.g. gcp/us-central1", metavar="X")
+    flags.add("--infra", "where to run, e.g. gcp/us-central1", "X")
     flags.machine()
 
 

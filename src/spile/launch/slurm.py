@@ -9,7 +9,7 @@ from functools import partial
 from spile.core.errors import ConfigError
 from spile.launch.command import Command
 from spile.launch.job import LaunchJob
-from spile.launch.target import Flags, LaunchTarget, TargetRow, check_counts, from_flags
+from spile.launch.target import LaunchTarget, TargetFlags, TargetRow, check_counts, from_flags
 
 _OPTION = re.compile(r"--[a-z][a-z-]*(=.*)?", re.DOTALL)
 _OURS = ("--array", "--nodes", "--ntasks", "--ntasks-per-node", "--job-name", "--output")
@@ -93,13 +93,13 @@ tail -n {lines} -- "$@"
         return f"{self.log_folder}/{job.name}.log.{numbered}"
 
 
-def _add_flags(flags: Flags) -> None:
+def _add_flags(flags: TargetFlags) -> None:
     flags.slices()
     flags.world_size()
     flags.many(
         "--sbatch", "OPTION", "pass an option to sbatch, e.g. --sbatch=--partition=gpu", "options"
     )
-    flags.add("--log-folder", "folder for the logs of all nodes [.]", metavar="DIR", default=".")
+    flags.add("--log-folder", "folder for the logs of all nodes [.]", "DIR", default=".")
 
 
 SLURM = TargetRow(

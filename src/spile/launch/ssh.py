@@ -8,7 +8,7 @@ from pathlib import Path
 
 from spile.core.errors import ConfigError
 from spile.launch.job import PORT, Seat
-from spile.launch.target import Flags, Host, Hosts, TargetRow, check_counts
+from spile.launch.target import Host, Hosts, TargetFlags, TargetRow, check_counts
 
 _HOST = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_]([A-Za-z0-9_.-]*|[0-9A-Fa-f:]+)")
 _ADDRESS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]+")
@@ -89,13 +89,11 @@ def parse_hosts(text: str, source: str) -> tuple[Line, ...]:
     return tuple(found)
 
 
-def _add_flags(flags: Flags) -> None:
+def _add_flags(flags: TargetFlags) -> None:
     flags.world_size()
-    flags.add(
-        "--hosts", "file with [USER@]HOST [ADDRESS] on each line", metavar="FILE", required=True
-    )
+    flags.add("--hosts", "file with [USER@]HOST [ADDRESS] on each line", "FILE", required=True)
     flags.port("a slice")
-    flags.add("--ssh-config", "configuration file for ssh", metavar="FILE")
+    flags.add("--ssh-config", "configuration file for ssh", "FILE")
 
 
 def _build(a: argparse.Namespace) -> Ssh:

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from spile.core.errors import ConfigError
+from spile.core.flags import Flags
 from spile.launch import script
 from spile.launch.command import Command, Result, run_all
 from spile.launch.job import GRACE, PORT, LaunchJob, Seat
@@ -84,38 +85,22 @@ class Hosts(LaunchTarget):
         ]
 
 
-class Flags:
+class TargetFlags(Flags):
     """The flags of one target, in a group of their own."""
 
-    def __init__(self, parser: argparse.ArgumentParser, title: str) -> None:
-        self._group = parser.add_argument_group(title)
-
-    def add(self, flag: str, help: str, **more: Any) -> None:
-        self._group.add_argument(flag, help=help, **more)
-
-    def switch(self, flag: str, help: str) -> None:
-        self.add(flag, help, action="store_true")
-
-    def many(self, flag: str, metavar: str, help: str, dest: str | None = None) -> None:
-        """A flag that may be given several times."""
-        self.add(flag, help, metavar=metavar, action="append", default=[], dest=dest)
-
-    def count(self, flag: str, help: str, default: int | None = 1) -> None:
-        self.add(flag, help, metavar="N", type=int, default=default)
-
     def slices(self) -> None:
-        self.count("--slices", "number of slices, which work independently [1]")
+        self.number("--slices", "number of slices, which work independently [1]", 1)
 
     def world_size(self) -> None:
-        self.count("--world-size", "hosts joined in each slice (see docs/worlds.md) [1]")
+        self.number("--world-size", "hosts joined in each slice (see docs/worlds.md) [1]", 1)
 
     def port(self, where: str) -> None:
-        self.count("--port", f"port where the processes of {where} meet [{PORT}]", PORT)
+        self.number("--port", f"port where the processes of {where} meet [{PORT}]", PORT)
 
     def machine(self) -> None:
         """What each host of a cluster or cloud should be."""
-        self.add("--cpus", "CPU cores of each host", metavar="X")
-        self.add("--memory", "memory of each host", metavar="X")
+        self.add("--cpus", "CPU cores of each host", "X")
+        self.add("--memory", "memory of each host", "X")
         self.switch("--spot", "use preemptible machines")
 
 
@@ -125,7 +110,7 @@ class TargetRow:
 
     name: str
     about: str  # completes "start extract on …"
-    add_flags: Callable[[Flags], None]
+    add_flags: Callable[[TargetFlags], None]
     build: Callable[[argparse.Namespace], LaunchTarget]  # raises ConfigError
     _: KW_ONLY
     on_hosts: bool = True  # takes the flags of hosts: the program, setup lines, a folder, a key
