@@ -17,7 +17,7 @@ import pytest
 from spile.core.tensors import write_tensors
 from support import quick, tiny, zygote
 
-gc.disable()  # until all tests are imported: little of what is made until then is garbage
+gc.disable()  # until all tests are imported: little garbage is made until then
 # Threads that do little each would mostly wait for one another: a thread keeps Python for 5 ms.
 sys.setswitchinterval(5e-4)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The suite tries the same examples every time; `make chaos` others."""
+    """Let the suite try the same examples every time, and `make chaos` new ones."""
     hypothesis.settings.register_profile("suite", derandomize=True, database=None)
     if not config.getoption("--chaos-full"):
         hypothesis.settings.load_profile("suite")
@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _compile_once(config: pytest.Config) -> None:
-    """Each program is compiled once for all processes of a session: tests repeat themselves."""
+    """Compile each program once for all processes of a session: tests repeat programs."""
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if not folder:
         made = tempfile.TemporaryDirectory(prefix="spile-xla-", ignore_cleanup_errors=True)
@@ -75,7 +75,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: a collection need not look through torch and jax each time."""
+    """Freeze what is imported by now, so that collections do not scan torch and jax each time."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -83,7 +83,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _programs(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Most tests extract once more what others have extracted."""
+    """Most tests extract what others have extracted already."""
     with nullcontext() if pytestconfig.getoption("--chaos-full") else quick.shared_programs():
         yield
 
@@ -102,7 +102,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def infinite(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama; not finite are its embeddings of token 0, which also pads, and of BOS."""
+    """A tiny Llama whose embeddings of token 0 (also the padding) and of BOS are not finite."""
     directory = tiny.write_model(tmp_path_factory.mktemp("model") / "infinite")
     tensors = tiny.random_tensors(tiny.CONFIG)
     tensors["model.embed_tokens.weight"][0, :3] = [np.inf, -np.inf, np.nan]

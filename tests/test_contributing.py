@@ -59,7 +59,7 @@ def _fresh_parsers() -> Any:
 
 
 def help_of(*words: str) -> str:
-    """The help of a verb, on one line."""
+    """Return the help of a verb on one line."""
     parser: argparse.ArgumentParser = cli.make_parser()
     for word in words:
         group = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
@@ -99,7 +99,7 @@ def test_a_family_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class NulFormat(ByteFormat):
-    """Texts that end in a NUL byte each."""
+    """Texts, each ended by a NUL byte."""
 
     title = "NUL"
     suffixes = (".nul",)

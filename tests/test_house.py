@@ -75,7 +75,7 @@ def test_no_two_public_classes_or_aliases_share_a_name() -> None:
 
 
 def mirrored(module: Path) -> bool:
-    """Whether tests/a/b/test_c.py, or test_c_SUBJECT.py beside it, is there for a/b/c.py."""
+    """Return whether tests/a/b/test_c.py, or test_c_SUBJECT.py beside it, exists for a/b/c.py."""
     name = f"test_{module.stem.lstrip('_')}"
     folder = TESTS / module.parent
     return (folder / f"{name}.py").exists() or any(folder.glob(f"{name}_*.py"))

@@ -13,7 +13,7 @@ ELSEWHERE = "tests/mesh/"  # run by tests/run/test_mesh.py
 
 
 def chaos_runs() -> list[argparse.Namespace]:
-    """What each pytest command of `make chaos` selects; `make chaos-fuzz` only explores."""
+    """Return what each pytest command of `make chaos` selects; `make chaos-fuzz` only explores."""
     parser = argparse.ArgumentParser()
     parser.add_argument("paths", nargs="+")
     parser.add_argument("--ignore", action="append", default=[])

@@ -1,4 +1,4 @@
-"""The public surface: what the documentation shows is importable from `spile`, at no cost."""
+"""The public surface: documented names are importable from `spile`, at no cost."""
 
 import ast
 import pkgutil

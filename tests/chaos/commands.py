@@ -40,7 +40,7 @@ _EXPORTED = ("npy", "parquet", "zarr")
 
 
 class Call(NamedTuple):
-    """A system call."""
+    """One system call."""
 
     name: str
     path: str
@@ -282,7 +282,7 @@ def _same_dataset(reference: Path, made: str) -> Callable[[Path], None]:
 
 
 def _same_files(reference: Path, made: str, *, folders: bool = False) -> Callable[[Path], None]:
-    """`folders`: empty ones may be left, which no store tells of."""
+    """`folders`: whether empty folders may be left over, since no store lists those."""
     wanted: dict[str, bytes] = {}
 
     def finished(folder: Path) -> None:
@@ -299,7 +299,7 @@ def _same_files(reference: Path, made: str, *, folders: bool = False) -> Callabl
 
 @dataclass
 class Tally:
-    """What became of many faults."""
+    """The outcomes of many faults."""
 
     calls: Counter[str] = field(default_factory=Counter)  # that were hit, by name
     ends: Counter[int] = field(default_factory=Counter)  # exit codes
@@ -331,7 +331,7 @@ def try_fault(command: Command, folder: Path, fault: str, nth: int, tally: Tally
 
 
 def with_fault(command: Command, folder: Path, fault: str, nth: int, tally: Tally) -> int:
-    """Run it with a fault; what it said is true, and what was committed stands. The exit code."""
+    """Run it with a fault; check its message and that commits stand; return its exit code."""
     report = folder.with_name(f"{folder.name}.report")
     before = [_state(source) for source in command.sources]
     witnesses = [Witness(folder / name) for name in command.datasets]
@@ -378,7 +378,7 @@ def _check_nothing_is_left(command: Command, folder: Path) -> None:
 
 
 def again(command: Command, folder: Path) -> None:
-    """The same command, undisturbed, comes to its end."""
+    """Check that the same command, undisturbed, finishes."""
     witness = Witness(folder / command.datasets[0]) if command.datasets else None
     if witness:
         witness.look()

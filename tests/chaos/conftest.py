@@ -1,4 +1,4 @@
-"""No process outlives its test."""
+"""Check that no process outlives its test."""
 
 from collections.abc import Iterator
 

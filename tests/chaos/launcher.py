@@ -82,7 +82,7 @@ def kill_around_commit(moment: str, now: Callable[[], bool]) -> None:
 
 
 def kill_in_create(record: str, moment: str, now: Callable[[], bool]) -> None:
-    """torn: half of the temporary file is written; written: it is whole; linked: not yet synced."""
+    """torn: half of the temporary file is there; written: all of it; linked: not yet synced."""
     pattern = RECORDS[record]
     open_new, link = LocalObjects._open_new, os.link
 
@@ -137,7 +137,7 @@ def arm(place: str, nth: int) -> None:
 
 
 def terminate_in_tokenizer() -> None:
-    """Library code runs under `except Exception`: being told to stop must get through that."""
+    """Library code may catch `Exception`: a request to stop must pass through that."""
     real = tokens.Tokenizer
 
     class Shim:
@@ -153,7 +153,7 @@ def terminate_in_tokenizer() -> None:
 
 
 def arm_fault(given: dict[str, Any]) -> None:
-    """What is recorded says when a unit was said to be committed."""
+    """Record when the command reported a unit as committed."""
     from support import faults  # noqa: PLC0415 - the zygote has it, and this file alone does not find it
 
     commit = Ledger.commit

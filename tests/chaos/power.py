@@ -21,7 +21,7 @@ Choose = Callable[[int], int]  # one of so many
 
 @dataclass(frozen=True)
 class Event:
-    """A call that changed something, or a note."""
+    """A recorded call that changed something, or a note."""
 
     kind: str
     words: tuple[str, ...]
@@ -60,7 +60,7 @@ class _Node:
         self.durable, self.since = dict(self.names), {}
 
     def content(self, choose: Choose) -> bytes:
-        """After a cut. (0: a change is lost, 1: it is done, 2: half of it is.)"""
+        """Return the state after a cut. (Of a change 0: it is lost, 1: done, 2: half done.)"""
         data = bytearray(self.synced)
         for at, change in self.unsynced:
             taken = choose(3 if change and len(change) > 1 else 2)
@@ -74,7 +74,7 @@ class _Node:
 
 
 class Disk:
-    """A folder as it was, all of it durable, and what has been done to it since."""
+    """A folder that was wholly durable, and the changes made to it since."""
 
     def __init__(self, root: Path) -> None:
         self._root = str(root)
@@ -121,7 +121,7 @@ class Disk:
             folder.put(name, None)
 
     def crashed(self, choose: Choose) -> State:
-        """What is there after a cut; `choose` says what of all that is not durable has survived."""
+        """Return the state after a cut; `choose` picks which of the undurable changes survive."""
         state: State = {}
         self._crash(self._top, "", choose, state)
         return state

@@ -81,7 +81,7 @@ def test_a_network_that_fails_loses_and_doubles_nothing(
 
 
 class Grown:
-    """Whether a bucket has so many more shards than at first."""
+    """Return whether a bucket has at least so many more shards than at first."""
 
     def __init__(self, out: str, more: int) -> None:
         self._objects = open_objects(out)
@@ -136,7 +136,7 @@ def test_runs_killed_while_they_upload_end_in_the_same_dataset(
 def test_of_ten_workers_that_race_for_every_unit_one_commits_it(
     kind: str, reference: Reference, tmp_path: Path
 ) -> None:
-    """They see nobody else at work, and begin together."""
+    """The workers see nobody else at work, and begin together."""
     workers = 10
     out, gate = STORES[kind](), tmp_path / "gate"
     gate.mkdir()

@@ -49,7 +49,7 @@ def digest_of(texts: dict[int, str]) -> str:
 
 
 def raw(kind: str, pieces: int) -> Iterator[bytes]:
-    """Three documents, of which the second is large."""
+    """Three documents; the second one is large."""
     before, open_, close, after = {
         "jsonl": (b'{"text": "one"}\n', b'{"text": "', b'"}\n', b'{"text": "three"}\n'),
         "json": (b'[{"text": "one"}, ', b'{"text": "', b'"},', b'{"text": "three"}]'),

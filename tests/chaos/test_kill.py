@@ -58,7 +58,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Pace:
-    """How many seconds a process takes for the work."""
+    """Return how many seconds one process takes for the work."""
 
     duration: float
     at_work: float  # after the model was loaded
@@ -414,7 +414,7 @@ def test_a_killed_merge_cannot_be_opened_and_its_rerun_makes_the_same(
 
 @pytest.mark.full
 def test_two_merges_at_once_make_one_dataset(merge: Merge, tmp_path: Path) -> None:
-    """The slower merge may find its files removed by the other one; then it says so."""
+    """The slower merge may find that the other one removed its files; it then reports that."""
     out = tmp_path / "out"
     race = [merge.start(out) for _ in range(2)]
     for process in race:
@@ -592,7 +592,7 @@ def test_gc_in_a_loop_beside_killed_racing_writers_loses_no_commit(
 def race_until_done(
     reference: Reference, pace: Pace, out: Path, rng: random.Random, limit: int, witness: Witness
 ) -> int:
-    """Two blind writers at a time, killed and replaced until both have come to their end."""
+    """Two writers that do not see each other, killed and replaced until both finish."""
     kills = 0
 
     def another() -> tuple[subprocess.Popen[str], float]:

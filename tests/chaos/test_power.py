@@ -53,7 +53,7 @@ def test_a_power_cut_at_some_moments_loses_nothing_that_was_committed(
 def test_the_next_run_makes_durable_what_a_killed_run_left_unsynced(
     name: str, known: Commands, tmp_path: Path
 ) -> None:
-    """Killed after each link: a record is there, and its folder was never synced."""
+    """After a kill behind each link, a record exists whose folder was never synced."""
     calls = known[name].calls(tmp_path / "calls")
     links = [number for number, call in enumerate(calls, 1) if call.name == "link"]
     for number in links:
@@ -104,7 +104,7 @@ def cut(
 
 
 def check_after_cut(command: Command, at: Path, noted: list[str]) -> None:
-    """Whatever is there is sound or plainly refused, and what was committed is there."""
+    """Check that what is left is sound or plainly refused, and that every commit is there."""
     if command.name == "repair-copy":
         check_repair(command, at, noted)
         return
@@ -139,7 +139,7 @@ def check_after_cut(command: Command, at: Path, noted: list[str]) -> None:
 
 
 def check_repair(command: Command, at: Path, noted: list[str]) -> None:
-    """Units 0 and 1 are as they were, or missing, or made again; none that was is lost."""
+    """Units 0 and 1 are as they were, missing, or made again; no committed unit is lost."""
     committed = {int(Path(note).stem) for note in noted if note != ENDED}
     for _ in range(2):
         audit = run("verify", at / "out", "--partial", "--json").json

@@ -56,7 +56,7 @@ Reference = tuple[Work, Path]
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A head that takes no slices, and nothing else yet."""
+    """A cluster that is only a head, which takes no slices."""
     plant = tmp_path_factory.mktemp("plant")
     (plant / "sitecustomize.py").write_text(SLOW)
     paths = os.pathsep.join(p for p in (str(plant), os.environ.get("PYTHONPATH", "")) if p)
@@ -310,6 +310,6 @@ def test_a_unit_costs_less_than_50_ms_more_than_without_ray(
 
 
 def per_unit(out: Path) -> float:
-    """From the first commit to the last."""
+    """Return the seconds from the first commit to the last."""
     moments = sorted(path.stat().st_mtime for path in out.glob("done/*/*.json"))
     return (moments[-1] - moments[0]) / (len(moments) - 1)

@@ -36,7 +36,7 @@ def workers(out: Path) -> dict[str, dict[str, Any]]:
 
 
 def said(processes: list[subprocess.Popen[str]]) -> str:
-    """What the processes that have ended wrote to stderr."""
+    """Return what the processes that have ended wrote to stderr."""
     return "\n".join(p.communicate()[1] for p in processes if p.poll() is not None)
 
 

@@ -50,7 +50,7 @@ class Launch:
         self._env = [f"--env={name}={value}" for name, value in env.items()]
 
     def start(self, *how: str) -> str:
-        """The job's number."""
+        """Return the job's number."""
         ways = [*how, *self._env, "--max-restarts", "0", "--spile", str(self._program)]
         said = self.call("slurm", *ways, "--folder", str(self._folder), "--", *self._flags)
         return said.strip()
@@ -79,7 +79,7 @@ class Launch:
             time.sleep(0.3)  # squeue is not free
 
     def requeue(self, number: str) -> None:
-        """At once: Slurm itself would wait for two minutes."""
+        """The restart happens at once; Slurm by itself would wait two minutes."""
         self._cluster.call("scontrol", "requeue", number)
         pending = ("squeue", "--noheader", "--array", f"--jobs={number}", "--format=%T")
         self.until(lambda: self._cluster.call(*pending).strip() == "PENDING")

@@ -78,7 +78,7 @@ class Launch:
             return run("launch", *flags)
 
     def code(self, number: int) -> int | None:
-        """What the process on that host ended with."""
+        """Return the exit code of the process on that host."""
         name = self.hosts.names[number]
         try:
             return int((self.hosts.home(name) / f".spile/{self.name}/{number}/code").read_text())

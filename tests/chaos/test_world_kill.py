@@ -40,7 +40,7 @@ AGAIN = "start all processes again"
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """What one process makes on one device, and how."""
+    """The dataset that one process makes on one device, and the work that makes it."""
 
     work: Work
     out: Path
@@ -53,7 +53,7 @@ class Reference:
         return Group(flags, processes, **changes)
 
     def check_same(self, out: Path) -> None:
-        """Exactly once, whatever was killed."""
+        """Check that every unit is there exactly once, whatever was killed."""
         check_equal(out, self.out)
 
 
@@ -71,7 +71,7 @@ def done(out: Path) -> int:
 
 
 def check_survivors(world: Group, lost: Member, seconds: float = SOON) -> None:
-    """They end in time, by the code that asks for a restart, and their last line asks for it."""
+    """Check that survivors end in time with the code for a restart, and ask for one."""
     survivors = [member for member in world.members if member is not lost]
     codes = world.wait_for(survivors, seconds)
     assert set(codes) == {ABORTED}, world.said()

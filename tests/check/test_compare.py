@@ -70,7 +70,7 @@ def llama(folder: Folder) -> Path:
 
 @pytest.fixture(scope="module")
 def healthy(llama: Path, texts: Path, folder: Folder) -> Path:
-    """Every tap of a Llama in float32; tests that spoil it take a copy."""
+    """Every tap of a Llama in float32; tests that damage it use a copy."""
     return extract(folder("out") / "llama", llama, texts, compute_dtype="float32")
 
 
@@ -93,7 +93,7 @@ def test_taps_of_some_heads_are_compared_with_those_heads(
 
 @pytest.fixture(scope="module")
 def embeddings(llama: Path, texts: Path, folder: Folder) -> Path:
-    """The same of the embeddings alone."""
+    """The same model with the embeddings as its only tap."""
     return extract(folder("out") / "embed", llama, texts, "embed", compute_dtype="float32")
 
 
@@ -103,7 +103,7 @@ def small(embeddings: Path, tmp_path: Path) -> Path:
 
 
 def copied(dataset: Path, out: Path) -> Path:
-    """To be spoilt; and without what was checked before."""
+    """A copy to damage, without the result of an earlier check."""
     return Path(shutil.copytree(dataset, out, ignore=lambda *_: [fmt.CHECK]))
 
 
@@ -114,7 +114,7 @@ def write(directory: Path, model: Any) -> Path:
 
 
 def extract(out: Path, model: Path, corpus: Path, taps: str | None = None, **options: Any) -> Path:
-    """A dataset in units of a document or a few; of every tap if none is given."""
+    """A dataset with one or a few documents in a unit; with every tap unless some are given."""
     every_tap = ",".join(tap.name for tap in all_taps(open_checkpoint(str(model)).arch))
     options = {"seq_len": SEQ_LEN, "unit_tokens": 120, **options}
     recipe = Recipe(model=str(model), corpus=str(corpus), taps=taps or every_tap, **options)
@@ -123,7 +123,7 @@ def extract(out: Path, model: Path, corpus: Path, taps: str | None = None, **opt
 
 
 def opened(out: Path) -> Stored:
-    """A dataset as `reseal` wants it."""
+    """A dataset in the form that `reseal` takes."""
     table = Ledger(LocalObjects(out)).table()
     return Stored(out, table, [], np.zeros(0), {}, [])
 
@@ -155,7 +155,7 @@ def forged(out: Path) -> Iterator[Values]:
 
 
 def check_all(out: Path, **options: Any) -> CheckReport:
-    """Of every document, so that a fault in any one is met."""
+    """Check samples of every document, so that a fault in any of them is found."""
     return check(str(out), samples=5 * DOCUMENTS, **options)
 
 
@@ -168,7 +168,7 @@ def assert_healthy(report: CheckReport) -> None:
 
 
 def faulty(report: CheckReport) -> set[str]:
-    """Taps too far from the reference; those that prove nothing are not among them."""
+    """Return the taps that are too far from the reference, without the unclear ones."""
     assert report.ok == all(tap.ok for tap in report.taps.values())
     return {name for name, tap in report.taps.items() if tap.error > tap.allowed}
 
@@ -269,7 +269,7 @@ def test_a_fault_is_caught_in_bfloat16_too(rough: Path, tmp_path: Path) -> None:
 def test_more_documents_are_compared_below_float32_if_few_rows_are_kept(
     tmp_path: Path,
 ) -> None:
-    """One row of each document would leave it to luck whether bfloat16 seems rough enough."""
+    """With one row per document, luck would decide whether bfloat16 seems rough enough."""
     path = tiny.write_corpus(tmp_path / "docs.jsonl", 40, mean=1.0)
     model = write(tmp_path / "model", randomised(FAMILIES["mixtral-gqa"]))
     taps = "expert_ids:all,mlp_out:2,entropy"
@@ -360,7 +360,7 @@ def scaled(tap: str, factor: float) -> Plant:
 
 
 def one_value(tap: str, change: float) -> Plant:
-    """A single number of the whole dataset, by a part of what is usual there."""
+    """One value of the whole dataset changes, by a fraction of its usual size."""
 
     def plant(values: Values) -> set[str]:
         array = values(tap)[2].reshape(-1)
@@ -384,7 +384,7 @@ one_row_of_another_token = one_row_of_another_token_of("attn_out.1")
 
 
 def shifted(*taps: str) -> Plant:
-    """Every row but the first is the one before it."""
+    """Every row except the first is replaced by the one before it."""
 
     def plant(values: Values) -> set[str]:
         for array in (array for tap in taps for array in values(tap)):
@@ -403,7 +403,7 @@ def not_numbers(value: float) -> Plant:
 
 
 def beyond_the_context(values: Values) -> set[str]:
-    """Weights on keys that a short document does not have."""
+    """Attention weights on keys that a short document does not have."""
     columns = (values(name) for name in ("attn_pattern.1", "index/doc", "index/offset"))
     for array, docs, offsets in zip(*columns, strict=True):
         for doc in np.unique(docs):
@@ -458,7 +458,7 @@ def test_a_planted_fault_is_caught_by_the_name_of_its_tap(case: str, dataset: Pa
 
 
 def assert_caught(dataset: Path, *plants: Plant, finite: bool = True) -> None:
-    """Each by the name of its tap, and no other."""
+    """Each fault is reported under the name of its tap, and no other tap is."""
     with forged(dataset) as values:
         each = [plant(values) for plant in plants]
     named = set[str]().union(*each)
@@ -496,7 +496,7 @@ def test_one_wrong_expert_is_caught(texts: Path, tmp_path: Path) -> None:
 
 
 def sharp_gemma() -> Any:
-    """Attention that hangs on the last digits, and a few rows much longer than the others."""
+    """Attention that depends on the last digits, and a few rows much longer than the others."""
     model = randomised(lambda: FAMILIES["gemma3-gqa"](num_hidden_layers=4))
     with torch.no_grad():
         for block in model.model.layers:
@@ -644,7 +644,7 @@ def test_norms_off_by_a_twentieth_are_caught_in_bfloat16_too(
 def test_a_tap_that_no_fault_would_show_in_is_unclear_and_not_ok(
     texts: Path, tmp_path: Path
 ) -> None:
-    """Block 1 adds nothing, so that its stream cannot be told from the one before it."""
+    """Block 1 adds nothing, so its stream equals the one before it."""
     model = randomised(FAMILIES["llama-gqa"])
     with torch.no_grad():
         block = model.model.layers[1]
@@ -682,7 +682,7 @@ SHORT = "embed,resid_pre:1,z:0,resid_post:0,logprob"
 
 @pytest.fixture(scope="module")
 def eight_bits(request: pytest.FixtureRequest, llama: Path, texts: Path, folder: Folder) -> Path:
-    """A dataset stored in eight bits; tests that spoil it take a copy."""
+    """A dataset stored in eight bits; tests that damage it use a copy."""
     options = {"compute_dtype": "float32", "store_dtype": request.param}
     return extract(folder("out") / "eight", llama, texts, SHORT, **options)
 
@@ -844,7 +844,7 @@ def test_without_transformers_the_error_says_what_to_install(
 
 @pytest.fixture(scope="module")
 def adapter(folder: Folder) -> Path:
-    """As PEFT saves it, far from the identity."""
+    """An adapter as PEFT saves it, far from the identity."""
     directory = folder("adapter")
     import peft  # (it takes seconds)  # noqa: PLC0415
 

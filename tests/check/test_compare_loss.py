@@ -1,4 +1,4 @@
-"""What storing costs, in numbers that can be worked out by hand."""
+"""The error of storing, for values whose error can be worked out by hand."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The ground truth, held to its own arithmetic: each tap follows from others and the weights."""
+"""The ground truth agrees with itself: each tap follows from other taps and the weights."""
 
 import sys
 from dataclasses import dataclass
@@ -89,7 +89,7 @@ class Case:
         return F.linear(value, weight, self.weights.get(self.key(layer, f"{part}.bias")))
 
     def norm(self, value: Tensor, key: str) -> Tensor:
-        """By hand: a layer norm has a bias or is StableLm's, all else is RMS, and Gemma adds 1."""
+        """Norm by hand: layer norms have a bias or are StableLM's; others are RMS; Gemma adds 1."""
         config = self.model.config
         eps = next(
             getattr(config, name)
@@ -239,7 +239,7 @@ def test_q_and_k_enter_the_score_normed_and_rotated(name: str) -> None:
 
 
 def rotated(c: Case, value: Tensor, layer: int) -> Tensor:
-    """By the angles that the model's own module gives."""
+    """Rotate by the angles that the model's own module returns."""
     kind = [c.model.config.layer_types[layer]] if c.name.startswith("gemma3") else []
     cos, sin = c.body.rotary_emb(value[None], torch.arange(LENGTH)[None], *kind)
     if c.name.startswith("gptoss"):  # gives each angle once
@@ -341,7 +341,7 @@ def test_experts_are_chosen_and_weighed_by_the_router(name: str) -> None:
 
 
 def expert(c: Case, x: Tensor, layer: int, number: int) -> Tensor:
-    """What one expert makes of every token."""
+    """Return the output of one expert for every token."""
     up, down = (
         c.weights[c.key(layer, f"mlp.experts.{n}_proj")][number] for n in ("gate_up", "down")
     )

@@ -1,4 +1,4 @@
-"""What is said of a dataset that was audited, exported, compacted or pushed."""
+"""What the command prints about a dataset that was audited, exported, compacted or pushed."""
 
 from spile.cli.dataset import compact_text, export_text, push_text, verify_text
 from spile.dataset.maintain.compact import Compacted

@@ -1,4 +1,4 @@
-"""What a machine has: said in about twenty lines, without a secret."""
+"""`spile doctor` describes a machine in about twenty lines, without a secret."""
 
 import json
 from dataclasses import replace

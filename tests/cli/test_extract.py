@@ -1,4 +1,4 @@
-"""`spile extract`: options of a file and of flags, and the lines at the end."""
+"""`spile extract`: options from a file and from flags, and the summary at the end."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Former command lines: every flag becomes what the table says, and what it makes is understood."""
+"""Former command lines: flags are translated as the table says, and Spile accepts the result."""
 
 import re
 from pathlib import Path
@@ -283,6 +283,6 @@ def test_the_guide_shows_the_whole_table() -> None:
 
 
 def row(flag: Old) -> str:
-    """A line of the guide's table."""
+    """One line of the guide's table."""
     new = f"`{flag.new}`" if flag.new else "—"
     return f"| `--{flag.name}` | {new} | {flag.how.replace('|', chr(92) + '|')} |"

@@ -79,7 +79,7 @@ def read_until(terminal: int, wanted: bytes) -> bytes:
 
 
 def drained(terminal: int) -> None:
-    """Whoever writes there must not wait for a reader."""
+    """A process that writes there must not wait for a reader."""
     with contextlib.suppress(OSError):
         while os.read(terminal, 65536):
             pass

@@ -1,4 +1,4 @@
-"""What is said of models: their taps, and what was fetched."""
+"""What the command prints about models: their taps, and what was fetched."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The command as a whole: its verbs, its exit codes, how an error is said."""
+"""The command as a whole: its verbs, its exit codes, and how it reports errors."""
 
 import argparse
 import json
@@ -41,7 +41,7 @@ VERBS = [
 
 @pytest.fixture(autouse=True)
 def same_handlers() -> Iterator[None]:
-    """`run` takes the signals; the tests' own handlers come back."""
+    """`run` replaces signal handlers; restore those of the tests."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():

@@ -1,4 +1,4 @@
-"""`spile plan`: how long it is calibrated, and how sure its numbers are said to be."""
+"""`spile plan`: how long it calibrates, and the certainty that it states."""
 
 import sys
 from pathlib import Path

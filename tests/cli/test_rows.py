@@ -1,4 +1,4 @@
-"""`shuffle`: what was made."""
+"""What `spile shuffle` prints."""
 
 from spile.cli.rows import shuffle_text
 from spile.dataset.maintain.shuffle import Shuffled

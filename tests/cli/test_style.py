@@ -1,4 +1,4 @@
-"""Programs, reasons and lines of the log, as they are written."""
+"""The format of program names, skip reasons and log lines."""
 
 import json
 import logging

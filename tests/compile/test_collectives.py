@@ -1,4 +1,4 @@
-"""What is sent is read from a program's text."""
+"""The bytes that devices send are read from a program's text."""
 
 import pytest
 

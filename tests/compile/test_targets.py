@@ -1,4 +1,4 @@
-"""Which devices a step is compiled for; those that cannot be had are refused in one line."""
+"""The devices to compile for; unavailable ones are refused in one line."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""What every store of objects must do, whatever it is made of."""
+"""What every store of objects must do, whatever its backend."""
 
 import threading
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def objects(
 
 @pytest.fixture
 def rounds(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> int:
-    """How often threads race: through a server each time takes longer than beside one."""
+    """How often threads race: less often through a server, where each race takes longer."""
     remote = request.node.callspec.params["objects"] in ("s3", "gs")
     return 5 if remote and not pytestconfig.getoption("--chaos-full") else 25
 
@@ -178,14 +178,14 @@ def noise() -> memoryview:
 
 
 def cut(noise: memoryview, sizes: list[int]) -> tuple[memoryview, list[memoryview]]:
-    """The first bytes, whole and in pieces of these sizes."""
+    """The first bytes, as a whole and in pieces of these sizes."""
     stops = np.cumsum(sizes).tolist()
     pieces = [noise[stop - size : stop] for stop, size in zip(stops, sizes, strict=True)]
     return noise[: stops[-1]], pieces
 
 
 def check_bytes(found: bytes, wanted: memoryview) -> None:
-    """(pytest would spend a minute on how large ones differ)"""
+    """Compare without pytest, which would spend a minute on how large values differ."""
     assert len(found) == len(wanted)
     different = np.flatnonzero(np.frombuffer(found, np.uint8) != np.frombuffer(wanted, np.uint8))
     assert not len(different), f"{len(different)} bytes differ, the first is {different[0]}"

@@ -1,4 +1,4 @@
-"""Options: what is refused and in what words, and what makes two recipes the same dataset."""
+"""Options: which values are refused, in which words, and when two recipes are one dataset."""
 
 import dataclasses
 from pathlib import Path

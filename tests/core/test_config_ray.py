@@ -1,4 +1,4 @@
-"""How a cluster is to be used: what is taken, and what is refused with the flag's name."""
+"""Options of a cluster: which are accepted, and which are refused by the flag's name."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What conditions over rows and documents mean, in plain Python, and every refusal in one line."""
+"""Conditions on rows and documents mean what plain Python says; each refusal is one line."""
 
 import pickle
 from typing import Any
@@ -30,7 +30,7 @@ LITERALS = st.integers(0, 20) | st.integers(0, 2**31)
 
 
 def written(*parts: str | st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    """The parts with odd spaces between them, at times in parentheses."""
+    """Join the parts with odd spaces, sometimes in parentheses."""
     spaced: list[Any] = [SPACE]
     for part in parts:
         spaced += [st.just(part) if isinstance(part, str) else part, SPACE]
@@ -78,7 +78,7 @@ WORDS = [
 
 
 def plainly(where: str, entry: Any) -> bool:
-    """Python's own word on one entry, with integers of any size."""
+    """Evaluate by Python itself for one entry, with integers of any size."""
     names: dict[str, int | bool] = {column: int(entry[column]) for column in COLUMNS}
     names |= {flag: bool(int(entry["flags"]) & bit) for flag, bit in FLAGS.items()}
     names["special"] |= names["bos"] or names["eos"]
@@ -86,7 +86,7 @@ def plainly(where: str, entry: Any) -> bool:
 
 
 def parsed(where: str) -> RowFilter:
-    """Rejects drawn expressions that are too large, which are tested for elsewhere."""
+    """Reject drawn expressions that are too large; another test covers those."""
     try:
         return RowFilter(where, None)
     except ConfigError as error:

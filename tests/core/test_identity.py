@@ -1,4 +1,4 @@
-"""Digests of files: the same for the same bytes, and different where they were promised to be."""
+"""Digests of files: equal for equal bytes, and different wherever the docs promise it."""
 
 import os
 from pathlib import Path

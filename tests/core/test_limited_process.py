@@ -1,4 +1,4 @@
-"""A process within limits: what it answers, and what is said of one that ended."""
+"""A process within limits: its answers, and the report if it ends."""
 
 import sys
 import threading

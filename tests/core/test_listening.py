@@ -1,4 +1,4 @@
-"""Where servers listen: beyond loopback only with TLS, or when told that none is needed."""
+"""Where servers listen: beyond loopback only with TLS or with --insecure."""
 
 import socket
 import ssl

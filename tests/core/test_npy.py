@@ -1,4 +1,4 @@
-"""Headers of .npy files: shape and dtype, or one line that says why not."""
+"""Headers of .npy files: their shape and dtype, or an error of one line."""
 
 import io
 import struct

@@ -1,4 +1,4 @@
-"""Panics of Rust libraries become errors; all else passes."""
+"""Panics of Rust libraries become errors; other exceptions pass through."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from spile.core.panics import without_panic
 
 
 class PanicException(BaseException):
-    """As Rust libraries raise it: no module exports the name."""
+    """An exception as Rust libraries raise it: no module exports its name."""
 
 
 def test_a_panic_is_refused_with_the_file() -> None:

@@ -1,4 +1,4 @@
-"""The resolved recipe: what makes two of them the same dataset, and how one is stored."""
+"""The resolved recipe: when two are the same dataset, and how one is stored."""
 
 import dataclasses
 import json

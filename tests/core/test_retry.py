@@ -1,4 +1,4 @@
-"""Pauses between attempts: they grow, have a limit, and heed what a service asks for."""
+"""Pauses between attempts grow, have a limit, and respect what a service asks for."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""The machine's time, chance and threads, and that another's can be put in their place."""
+"""The machine's time, random numbers and threads, and that a test can replace them."""
 
 import time
 
@@ -7,7 +7,7 @@ from spile.core.system import System, system, using
 
 
 class Still(System):
-    """Time that only passes by sleeping, and chance that is always the least."""
+    """A system whose time passes only by sleeping, and whose random numbers are the least."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -1,4 +1,4 @@
-"""The safetensors container: pinned bytes, the official readers, and headers from strangers."""
+"""The safetensors container: pinned bytes, the official readers, and hostile headers."""
 
 import json
 import math
@@ -36,7 +36,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def container(header: Any, data: bytes = b"") -> bytes:
-    """A file with this header, whatever it says."""
+    """A file with this header, valid or not."""
     body = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(body)) + body + data
 
@@ -50,7 +50,7 @@ def parse(file: bytes) -> dict[str, TensorInfo]:
 
 
 def assert_tiles(found: dict[str, TensorInfo], file: bytes) -> None:
-    """What was accepted must be true of the file: tensors fill it without gap or overlap."""
+    """An accepted header describes its file: tensors fill it without gaps or overlaps."""
     reached = header_size("f", file[:8], len(file))
     for info in sorted(found.values(), key=lambda t: (t.start, t.stop)):
         assert info.start == reached

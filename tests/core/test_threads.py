@@ -16,7 +16,7 @@ PATIENCE = 3.0  # seconds after which a call is taken to hang
 
 
 def within_patience(call: Callable[[], Any]) -> Any:
-    """The call's result or error; a call that hangs is a failed test, not a stuck run."""
+    """Return the call's result or error; a call that hangs fails the test at once."""
     outcome: list[Any] = []
 
     def run() -> None:
@@ -36,7 +36,7 @@ def within_patience(call: Callable[[], Any]) -> Any:
 
 
 def settles_at(read: Callable[[], int], wanted: int) -> bool:
-    """Whether a number reaches `wanted` and then stays there."""
+    """Return whether a number reaches `wanted` and then stays there."""
     deadline = time.monotonic() + PATIENCE
     while read() < wanted and time.monotonic() < deadline:
         time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""The record of a document: what it keeps from its row, and what hashes tell apart."""
+"""The record of a document: the columns that it keeps, and which documents hashes tell apart."""
 
 import datetime
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Which columns are kept of each document, and which a filter may name."""
+"""Which columns of documents are kept, and which ones a filter may name."""
 
 import csv
 import gzip
@@ -191,7 +191,7 @@ def test_a_filter_on_a_column_that_no_file_has_is_refused_by_name(
 
 @pytest.mark.parametrize("ending", ["", ".gz"])
 def test_a_key_that_comes_late_can_be_filtered_by(ending: str, tmp_path: Path) -> None:
-    """Beyond all samples, across two reads, and after a text that only looks like the key."""
+    """The key lies beyond all samples, across two reads, and after a text that looks like it."""
     first = json.dumps({"text": '{"flagged": true}'}) + "\n"
     before = first * ((1 << 22) // len(first))
     data = before + " " * ((1 << 22) - len(before) - 4) + '{"flagged" : true, "text": "x"}\n'

@@ -1,4 +1,4 @@
-"""Packing: every token in exactly one place, contexts whole and apart, rows well filled."""
+"""Packing: each token has one place, contexts are whole and separate, rows are well filled."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
 
 
 def ordinals_of(documents: list[np.ndarray]) -> list[int]:
-    """With gaps, as skipped documents leave them."""
+    """Ordinals with gaps, as skipped documents leave them."""
     return [10 + 3 * i for i in range(len(documents))]
 
 
@@ -398,7 +398,7 @@ def test_buckets_are_few_and_waste_less_than_a_quarter() -> None:
 
 
 def plain_first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
-    """The textbook's words, without a thought for speed."""
+    """First-fit-decreasing as in a textbook, without regard for speed."""
     bins: list[list[int]] = []
     for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         for chosen in bins:
@@ -424,7 +424,7 @@ def test_bins_are_those_of_the_textbook(capacity: int, data: st.DataObject) -> N
 def test_rows_are_filled_to_98_percent_on_log_normal_lengths(
     long_docs: str, tokenizer: TextTokenizer
 ) -> None:
-    """FACTS section 6: median 600, mean 1,001, rows of 2,048; padding alone would fill 40%."""
+    """Lengths of median 600 and mean 1,001; without packing, rows of 2,048 would be 40% full."""
     rng = np.random.default_rng(0)
     lengths = np.maximum(1, rng.lognormal(np.log(600), 1.01, 1500)).astype(int)
     documents = [np.ones(n, np.int32) for n in lengths]

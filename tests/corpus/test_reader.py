@@ -1,4 +1,4 @@
-"""Files of documents: which files, which texts, what is skipped and what is refused."""
+"""Files of documents: which files and texts are read, skipped or refused."""
 
 import gzip
 import json
@@ -137,7 +137,7 @@ MARKED = ["\ufeffone", "two", "\ufeffthree", "\ufeff"]
 
 
 def write_rows(folder: Path, kind: str, rows: list[dict[str, Any]]) -> Path:
-    """A file of that kind; JSON with a byte-order mark of its own."""
+    """A file of that format; JSON files begin with a byte-order mark."""
     path, table = folder / f"a.{kind}", pa.Table.from_pylist(rows)
     if kind == "parquet":
         pq.write_table(table, path)

@@ -35,7 +35,7 @@ def test_holdout_and_rest_are_the_whole_and_share_nothing() -> None:
 
 
 def test_a_fraction_of_the_held_out_is_no_less_than_its_share() -> None:
-    """The two hashes know nothing of each other."""
+    """The two hashes are independent of each other."""
     texts = [b"document %d" % number for number in range(6000)]
     both = Selection(fraction=0.5, holdout=0.5, part="holdout")
     assert sum(not both.refuses_content(t) for t in texts) == pytest.approx(1500, rel=0.15)

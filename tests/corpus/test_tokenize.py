@@ -1,4 +1,4 @@
-"""Token ids: those of the model's own tokenizer as transformers runs it, under each policy."""
+"""Token ids equal those of the model's tokenizer in transformers, under each policy."""
 
 import json
 import os
@@ -76,7 +76,7 @@ def test_ids_are_those_of_transformers_on_the_demo_model(add: bool) -> None:
 
 
 def test_the_demo_model_takes_digits_one_by_one() -> None:
-    """SmolLM2 was trained so; a tokenizer derived from its GGUF alone would join them."""
+    """SmolLM2 was trained this way; a tokenizer derived from its GGUF alone would join them."""
     directory = demo_model()
     tokens = TextTokenizer(directory, "none").encode(["2024", "2", "0", "4"])
     assert tokens[0].tolist() == np.concatenate([tokens[i] for i in (1, 2, 1, 3)]).tolist()
@@ -176,7 +176,7 @@ def test_flags_tell_bos_eos_and_other_special_tokens_apart(directory: Path) -> N
 
 
 def test_every_special_token_that_transformers_knows_is_marked(directory: Path) -> None:
-    """Also those that lie in the vocabulary and were never added."""
+    """Special tokens also include some of the vocabulary that were never added."""
     settle(
         directory,
         pad_token="!",
@@ -285,7 +285,7 @@ def merging(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_flags_of_tokens_are_those_of_the_definition(
     merging: Path, cuts: list[int], said: list[str]
 ) -> None:
-    """Wherever one speaker ends and another begins, in the middle of a token or not."""
+    """Speakers may change in the middle of a token."""
     ends = sorted({0, *cuts, len(ENGLISH)})
     ranges = list(zip(ends, ends[1:], said, strict=False))
     tokenizer = TextTokenizer(merging, "none")
@@ -300,7 +300,7 @@ def test_flags_of_tokens_are_those_of_the_definition(
 
 @pytest.mark.parametrize("before", [None, "7"])
 def test_threads_are_started_and_the_environment_is_as_before(before: str | None) -> None:
-    """In a process of its own: there is one pool of threads for each."""
+    """Runs in a new process, since each process has one pool of threads."""
     script = (
         "import os\nfrom spile.corpus.tokenize import use_threads\n"
         "def threads(): return len(os.listdir('/proc/self/task'))\n"

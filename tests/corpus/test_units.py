@@ -1,4 +1,4 @@
-"""The corpus cut into units: every document once, in order, and the same whoever cuts."""
+"""The corpus cut into units: every document once, in order, and equally in every process."""
 
 import gzip
 import json
@@ -61,7 +61,7 @@ def cut(folder: Path, size: int, **options: Any) -> list[Unit]:
 
 
 def read(folder: Path, units: list[Unit], documents: str = "line") -> dict[int, str]:
-    """Ordinal -> text of everything the units hold; none of it may come twice."""
+    """Map each ordinal that the units hold to its text; no ordinal may come twice."""
     reader = CorpusReader(find_files(str(folder)), ReadOptions(text_documents=documents))
     found: dict[int, str] = {}
     for unit in units:
@@ -78,7 +78,7 @@ def usable(documents: list[str]) -> dict[int, str]:
 
 
 def assert_tiles(units: list[Unit], documents: int) -> None:
-    """Units are numbered from 0 and hold consecutive documents; so do their spans."""
+    """Check that units are numbered from 0, and that units and spans hold consecutive documents."""
     assert [unit.id for unit in units] == list(range(len(units)))
     assert units[0].first_doc == 0
     reached: dict[int, tuple[int, int]] = {}  # file -> document and byte reached
@@ -256,7 +256,7 @@ def words(texts: list[str]) -> int:
 
 
 def test_density_is_the_tokens_of_the_samples_over_their_bytes(tmp_path: Path) -> None:
-    """Of Parquet by its footers, which units are cut by, too."""
+    """The size of Parquet comes from its footers, by which units are cut, too."""
     write(tmp_path, [("txt", ["one two", "", "three"]), ("parquet", ["four five"])])
     ((_, size),) = groups_of(next(tmp_path.glob("*.parquet")), ParquetFormat)
     assert tokens_per_byte(reader_of(tmp_path), words) == 5 / (15 + size)

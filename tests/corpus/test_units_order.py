@@ -1,4 +1,4 @@
-"""A drawn order: every document once, the same for a seed, its head spread over the corpus."""
+"""A drawn order: every document once, the same for a seed, spread over the corpus."""
 
 import gzip
 import json
@@ -30,7 +30,7 @@ def in_order(count=200):
 
 
 def write(folder: Path, kinds: tuple[str, ...] = KINDS * 2, documents: int = 50) -> list[str]:
-    """Files of as many documents each, which are returned in the corpus's order."""
+    """Write files with so many documents each; return all documents in the corpus's order."""
     folder.mkdir(exist_ok=True)
     texts: list[str] = []
     for number, kind in enumerate(kinds):
@@ -58,7 +58,7 @@ def cut(folder: Path, size: int = 300, **options: Any) -> list[Unit]:
 
 
 def read(folder: Path, units: list[Unit]) -> dict[int, str]:
-    """Ordinal -> text, in the order of the units; none may come twice."""
+    """Map ordinals to texts, in the order of units; no ordinal may come twice."""
     reader = CorpusReader(find_files(f"{folder}/*"))
     found: dict[int, str] = {}
     with closing(reader):

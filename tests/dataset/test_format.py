@@ -1,4 +1,4 @@
-"""The format: its literal bytes, and that nothing but them is accepted."""
+"""The format: its literal bytes, and that other bytes are refused."""
 
 import copy
 import json

@@ -98,7 +98,7 @@ class PageReader:
             assert manifest[name] == sum(unit[name] for unit in self.units)
 
     def all_rows(self) -> dict[str, np.ndarray]:
-        """Every tap that is read; of two passes with one tap, that of the first, by name."""
+        """Every tap that is read; of two passes with one tap, the pass first by name wins."""
         found: dict[str, np.ndarray] = {}
         for part in (self, *self.passes):
             for tap in part.table["taps"]:
@@ -246,7 +246,7 @@ class PagePass(PageReader):
         return (self.path / f"{folders[generation]}manifest.json").exists()
 
     def lacks(self, folders: list[str], generation: int) -> bool:
-        """Whether it has an earlier generation, and not this one."""
+        """Return whether it has an earlier generation but not this one."""
         earlier = any(self.opened(folders, n) for n in range(generation))
         return earlier and not self.opened(folders, generation)
 

@@ -1,4 +1,4 @@
-"""As in the chaos tests, no process is left behind."""
+"""Check, as the chaos tests do, that no process is left over."""
 
 from pathlib import Path
 

@@ -31,7 +31,7 @@ Check = Callable[[Command, Scratch], None]
 
 
 def parses(command: Command, scratch: Scratch) -> None:
-    """The parser itself takes it."""
+    """Check that the parser accepts it."""
     parser = cli.make_parser()  # pyright: ignore[reportPrivateUsage]
     words = scratch.filled(command.words)[1:]
     try:
@@ -43,7 +43,7 @@ def parses(command: Command, scratch: Scratch) -> None:
 
 
 def shows_what_it_would_run(command: Command, scratch: Scratch) -> None:
-    """`--dry-run` of the whole command: all but the other machines."""
+    """Run the whole command with `--dry-run`: all of it but the other machines."""
     words = scratch.filled(command.words)[1:]
     at = words.index("--") if "--" in words else len(words)
     result = run(*words[:at], "--dry-run", *words[at:])
@@ -52,7 +52,7 @@ def shows_what_it_would_run(command: Command, scratch: Scratch) -> None:
 
 
 def has_that_target(command: Command, scratch: Scratch) -> None:
-    """make knows it, and every `spile` in it parses."""
+    """Check that make knows the target, and that every `spile` in it parses."""
     shown = subprocess.run(
         ["make", "--dry-run", "--directory", str(ROOT), *command.words[1:]],
         capture_output=True, text=True, check=True,
@@ -93,7 +93,7 @@ def is_a_script_with_those_flags(command: Command, scratch: Scratch) -> None:
 
 
 def takes_those_flags(command: Command, scratch: Scratch) -> None:
-    """By what the script says of itself."""
+    """Check it against the script's own help."""
     _, script, *words = command.words
     shown = subprocess.run(
         [sys.executable, str(ROOT / script), "--help"], capture_output=True, text=True, check=True
@@ -103,7 +103,7 @@ def takes_those_flags(command: Command, scratch: Scratch) -> None:
 
 
 def is_of_our_dockerfile(command: Command, scratch: Scratch) -> None:
-    """Targets exist; what a container is given parses."""
+    """Check that targets exist, and that the arguments of containers parse."""
     words = command.words
     if "--target" in words:
         stages = re.findall(r"^FROM .* AS (\w+)", (ROOT / "Dockerfile").read_text(), re.M | re.I)
@@ -114,7 +114,7 @@ def is_of_our_dockerfile(command: Command, scratch: Scratch) -> None:
 
 
 def is_another_program(command: Command, scratch: Scratch) -> None:
-    """Nothing is known of it here; at least its quotes are closed."""
+    """Check only that its quotes are closed: nothing else of it is known here."""
     assert shlex.split(command.text)[0] == command.words[0]
 
 
@@ -128,14 +128,14 @@ def are_the_clients_flags(command: Command, scratch: Scratch) -> None:
 
 
 def makes_a_certificate_that_serves(command: Command, scratch: Scratch) -> None:
-    """It runs, and its files are what --tls-cert and --tls-key take."""
+    """Run it; its files are what --tls-cert and --tls-key take."""
     subprocess.run(command.words, capture_output=True, check=True, cwd=scratch.folder)
     folder = scratch.folder
     ListenAddress("0.0.0.0", tls_cert=f"{folder}/cert.pem", tls_key=f"{folder}/key.pem")
 
 
 def runs_in_a_shell(command: Command, scratch: Scratch) -> None:
-    """It is no command of ours, and runs all the same."""
+    """Run it, although it is not a command of Spile."""
     if shutil.which("ssh-keygen") is None:
         return  # as tests/dataset/maintain/test_signature.py says
     ran = subprocess.run(

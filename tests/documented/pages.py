@@ -1,4 +1,4 @@
-"""What the pages tell people to type: commands in fenced blocks, in prose, and Python."""
+"""What the pages ask readers to type: commands in fenced blocks and in prose, and Python."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ _INLINE = re.compile(r"(?<!`)`((?:spile|python|pytest|make) [^`]+)`(?!`)")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page."""
+    """One fenced block of a page."""
 
     page: str
     line: int
@@ -27,7 +27,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """A line to be typed, joined where it was continued, without its comment."""
+    """One line to type: continued lines joined, without its comment."""
 
     page: str
     line: int
@@ -62,7 +62,7 @@ def python_blocks(page: str) -> list[Block]:
 
 
 def commands(block: Block) -> list[Command]:
-    """The lines of a shell block, each a command; where some begin with `$`, those alone."""
+    """The commands of a shell block: all lines, or only those with `$` if there are any."""
     joined = re.sub(r"\s*\\\n\s*", " ", block.text)
     joined = re.sub(r"\n\s+", " ", joined)  # so synopses are continued
     lines = joined.splitlines()
@@ -79,7 +79,7 @@ def named(page: str) -> list[Command]:
 
 
 def _parts(line: str) -> list[str]:
-    """`a; b` is two; a part of a command has words beside it, where that means nothing."""
+    """Split `a; b` into two commands; leave a line that begins with a flag whole."""
     return [line] if line.startswith("--") else line.split("; ")
 
 

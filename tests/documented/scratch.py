@@ -1,4 +1,4 @@
-"""A folder in which documented commands run as they stand: small things of the same names."""
+"""A folder in which documented commands run unchanged, on small files of the same names."""
 
 import functools
 import json
@@ -73,7 +73,7 @@ class Scratch:
 
     @classmethod
     def make(cls, folder: Path, model: Path, made: Path, patch: pytest.MonkeyPatch) -> "Scratch":
-        """Every name that pages use for what a reader has; `made`: by `write_datasets`."""
+        """Make every file that pages assume; `made`: the datasets of `write_datasets`."""
         for name in ("M", "DIR", "Qwen2.5-0.5B", "gemma-2-2b"):
             (folder / name).symlink_to(model)
         config = Path(__file__).parents[1] / "fixtures/configs/Qwen2.5-7B.json"
@@ -114,7 +114,7 @@ class Scratch:
 
     @functools.cached_property
     def bucket(self) -> str:
-        """What pages call a bucket, with what they read from it."""
+        """The bucket that pages name, with the objects that they read."""
         store = servers.new_gcs_store()
         objects = open_objects(store)
         lines = [json.dumps({"id": name, **task}) + "\n" for name, task in arc_tasks().items()]
@@ -123,7 +123,7 @@ class Scratch:
         return store
 
     def filled(self, words: list[str]) -> list[str]:
-        """The words of a command with small things in place of the reader's own."""
+        """Return the words of a command, with small files in place of the reader's own."""
         found: list[str] = []
         for number, word in enumerate(words):
             word = word.removeprefix("[")
@@ -139,7 +139,7 @@ class Scratch:
         return [_BUCKET.sub(lambda _: self.bucket, w) if "://" in w else w for w in named]
 
     def _extract(self, words: list[str]) -> list[str]:
-        """What is left out of a command: all it needs that it does not say itself."""
+        """Return the flags that a command needs and does not show."""
         new = f"acts/new-{len([*self.folder.glob('acts/new-*')])}"
         out = "gs://bucket/acts" if "launch" in words else new
         needed = zip(EXTRACT[::2], EXTRACT[1::2], strict=True)
@@ -147,5 +147,5 @@ class Scratch:
         return [word for pair in pairs for word in pair]
 
     def spile(self, words: list[str]) -> Result:
-        """Run it here; of extractions a few documents alone."""
+        """Run it here; extractions read only a few documents."""
         return run(*words, *(FEW if words[0] in ("extract", "plan") else ()))

@@ -1,4 +1,4 @@
-"""Commands that pages name in prose, the table of exceptions, and examples with what they print."""
+"""Commands in prose, the table of exceptions, and examples with their output."""
 
 import argparse
 import ast
@@ -21,7 +21,7 @@ def commands(page: str) -> list[Command]:
 
 
 def compiled(words: list[str], where: str) -> str:
-    """With as many virtual devices as are asked for: in a process of its own, on the CPU."""
+    """Run with so many virtual devices, in a new process on the CPU."""
     result = zygote.run(
         [sys.executable, "-m", "spile.cli", *words[1:], "--on", "cpu"],
         env={**tiny.environment(), "XLA_FLAGS": quick.FLAGS},
@@ -78,7 +78,7 @@ def verbs_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPars
 
 
 def _flags(parser: argparse.ArgumentParser) -> set[str]:
-    """Of a verb, and of those under it."""
+    """Return the flags of a verb and of the verbs below it."""
     own = {flag for action in parser._actions for flag in action.option_strings}
     return own.union(*(_flags(sub) for sub in verbs_of(parser).values()))
 
@@ -93,7 +93,7 @@ def test_the_example_of_a_family_is_the_one_in_the_source() -> None:
 
 @pytest.mark.full
 def test_what_compile_is_said_to_print_is_what_it_prints(scratch: Scratch) -> None:
-    """Of the example: all but how long it took, and what another compiler's memory would be."""
+    """Return the example's output without times, and without another compiler's memory."""
     (block,) = (b for b in pages.shell_blocks("docs/tpu.md") if b.first.startswith("$ "))
     (command,) = pages.commands(block)
     printed = compiled(command.words, block.first).splitlines()
@@ -105,7 +105,7 @@ def test_what_compile_is_said_to_print_is_what_it_prints(scratch: Scratch) -> No
 
 
 def test_every_install_line_works_without_a_release() -> None:
-    """Wherever it stands: in a block, in prose, in the argument of another command."""
+    """Flags are checked in blocks, in prose, and in arguments of other commands."""
     for page in (*pages.pages(), "CHANGELOG.md", "examples/first_feature.ipynb"):
         text = (pages.ROOT / page).read_text()
         found = re.findall(r"pip install\s+(?:'([^']+)'|([^\s`;)]+))", text)

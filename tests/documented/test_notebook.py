@@ -1,4 +1,4 @@
-"""The notebook runs, as it is, and is kept as it ran."""
+"""The notebook runs unchanged, and its stored output is that of a run."""
 
 import json
 import shutil

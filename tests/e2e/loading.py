@@ -1,4 +1,4 @@
-"""One process of a world that loads its share of a checkpoint, and says what that took.
+"""One process of a world that loads its share of a checkpoint, and reports the cost.
 
 python loading.py MODEL COORDINATOR PROCESSES PROCESS
 """

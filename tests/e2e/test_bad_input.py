@@ -1,4 +1,4 @@
-"""What cannot work is refused before it costs anything: one line, the culprit, an exit code."""
+"""Bad input is refused before it costs anything, by one line that names it and an exit code."""
 
 import gzip
 import json
@@ -26,7 +26,7 @@ def parquet(**columns: list[object]) -> bytes:
 
 
 def damaged(data: bytes, start: float, stop: float) -> bytes:
-    """Zeros from one fraction of the bytes to another."""
+    """Overwrite the bytes between two fractions of a file with zeros."""
     first, last = int(len(data) * start), int(len(data) * stop)
     return data[:first] + bytes(last - first) + data[last:]
 

@@ -1,4 +1,4 @@
-"""A run into a bucket whose service refuses once: no unit is lost, and nothing ends in silence."""
+"""A run into a bucket that refuses one request: no unit is lost, and errors are reported."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A dataset in a bucket is the dataset of a disk."""
+"""A dataset in a bucket equals the one on a disk."""
 
 from collections import Counter
 from pathlib import Path
@@ -25,7 +25,7 @@ STORES = {"s3": servers.new_s3_store, "gs": servers.new_gcs_store}
 
 
 class Counted:
-    """Passes requests on, and remembers what was read."""
+    """A store that passes requests on, and records what was read."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.read: Counter[str] = Counter()  # bytes by key

@@ -1,4 +1,4 @@
-"""Chats, pairs and programs become documents whose tokens know who said them."""
+"""Chats, pairs and programs become documents whose tokens have their speaker's flag."""
 
 import contextlib
 import json
@@ -293,7 +293,7 @@ HANGING = (
 
 
 def hanging(model: Path, corpus: Path, at: int) -> list[str]:
-    """A command whose template never ends with that chat; the first 256 are the corpus's sample."""
+    """A command whose template hangs at that chat; the first 256 chats are the corpus's sample."""
     template = corpus.with_name("hang.jinja")
     template.write_text(HANGING)
     chats = [[{"role": "user", "content": "hang" if n == at else f"so {n}"}] for n in range(300)]
@@ -315,7 +315,7 @@ def test_a_template_that_never_ends_is_refused_with_the_chat(
 
 
 def renderer_of(process: int) -> list[Path]:
-    """The processes that render for it and have done so for a while: they hang."""
+    """Its rendering processes that have run for a while, because they hang."""
     found: list[Path] = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

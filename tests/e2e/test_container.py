@@ -1,4 +1,4 @@
-"""The Dockerfile, without an engine: what it says, and its install steps run in a bare directory.
+"""The Dockerfile, without an engine: its contents, and its install steps in a bare directory.
 
 With `--chaos-full` its RUN lines are run, which takes minutes.
 """
@@ -28,7 +28,7 @@ EXTRAS = ("cloud", "hub", "chat", "demo")
 
 
 def stages() -> dict[str, list[tuple[str, str]]]:
-    """By name: instructions and what each is given; what comes before the first is in ``."""
+    """The instructions of each stage by its name; those before the first stage are under ""."""
     found: dict[str, list[tuple[str, str]]] = {"": []}
     name = ""
     for line in LINES:
@@ -43,7 +43,7 @@ def stages() -> dict[str, list[tuple[str, str]]]:
 
 
 def pins(target: str) -> dict[str, str]:
-    """What is locked for an image, or for building the wheel."""
+    """The packages that are locked for an image, or for building the wheel."""
     text = (ROOT / f"docker/requirements-{target}.txt").read_text()
     return {normal(name): version for name, version in re.findall(r"(?m)^([\w.-]+)==(\S+)", text)}
 
@@ -123,7 +123,7 @@ def test_what_is_copied_is_there_and_let_through() -> None:
 
 @pytest.fixture(scope="module")
 def inside(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` of what the image would have in /opt/spile."""
+    """The `bin` folder that the image would have in /opt/spile."""
     folder = tmp_path_factory.mktemp("image")
     source = folder / "source"
     source.mkdir()

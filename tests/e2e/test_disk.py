@@ -1,4 +1,4 @@
-"""Places where nothing, or not enough, can be written: real ones, on a real (small) disk."""
+"""Places that cannot be written to, or have too little room, on a real, small disk."""
 
 import os
 import subprocess

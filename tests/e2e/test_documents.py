@@ -1,4 +1,4 @@
-"""What is kept of documents, from any kind of corpus, through every verb."""
+"""Columns kept of documents, from every corpus format through every verb."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Under one output there is one recipe, one model and one corpus; anything else is refused."""
+"""An output has one recipe, one model and one corpus; others are refused."""
 
 import json
 import shutil
@@ -62,7 +62,7 @@ OTHER: dict[str, tuple[Any, str, str]] = {
 
 
 def write_corpus(path: Path, *, padding: int = 0) -> Path:
-    """Thirty documents under two keys; `padding` makes the file large and its text no longer."""
+    """Thirty documents under two keys; `padding` makes the file larger, but not its texts."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         for number in range(30):
@@ -81,14 +81,14 @@ def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Work, P
 
 
 def begin(work: Work, out: Path) -> None:
-    """Have two units done, and the rest not."""
+    """A dataset with two units done, and the others not."""
     process = launch({"kill": "commit after", "nth": 2}, "extract", *work.flags(out))
     _, err = process.communicate()
     assert process.returncode == -signal.SIGKILL, err
 
 
 def flip(path: Path, offset: int) -> None:
-    """Change one byte, and with it the lowest bits of a little-endian number."""
+    """Change one byte: the lowest bits of a little-endian number."""
     with path.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]
@@ -97,7 +97,7 @@ def flip(path: Path, offset: int) -> None:
 
 
 def refused(work: Work, out: Path, *named: object, code: int = 2, **changes: Any) -> None:
-    """The command is refused by name, and the store is as it was."""
+    """Check that the command is refused by name, and that the store has not changed."""
     before = files(out)
     check_refused(run("extract", *work.flags(out, **changes)), code, *named)
     kept = files(out)

@@ -1,4 +1,4 @@
-"""Sparse latents from end to end: what is stored is what the encoder makes of the model's rows."""
+"""Sparse latents from end to end: stored values are those that the encoder computes."""
 
 from pathlib import Path
 
@@ -129,7 +129,7 @@ def test_an_encoder_that_does_not_fit_is_refused_in_one_line(
 def test_weights_that_changed_unseen_are_noticed_when_they_are_loaded(
     recipe: Recipe, sae: Path, tmp_path: Path
 ) -> None:
-    """Of a large file only some blocks are looked at before; all of it is, once."""
+    """Only some blocks of a large file are hashed up front; while it is loaded, all of it is."""
     large = saes.write_sae(tmp_path / "large", latents=9000, hook="blocks.1.hook_resid_post")
     changed = Recipe(
         model=recipe.model, corpus=recipe.corpus, taps="resid_post:1", encode=str(large),

@@ -1,4 +1,4 @@
-"""The command from end to end: what a user types, what comes out, and that it can go on."""
+"""The command from end to end: what a user types, its output, and resuming."""
 
 import dataclasses
 import gzip
@@ -57,7 +57,7 @@ VERBS = (
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """A dataset made by the command in a process of its own."""
+    """A dataset that the command made in a new process."""
 
     work: Work
     out: Path
@@ -75,7 +75,7 @@ def made(model: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def test_what_the_compiler_optimizes_is_the_reference_still(
     model: Path, corpus: Path, tmp_path: Path
 ) -> None:
-    """(The suite compiles in a hurry: `quick.py`. This is what users run.)"""
+    """Compile as users do; the suite compiles quickly (`quick.py`)."""
     taps = "embed,resid_post:all,attn_out:1,mlp_hidden:1,logprob"
     options = {"taps": taps, "seq_len": 64, "compute_dtype": "float32", "max_docs": 12}
     work = Work(model, corpus, options)
@@ -99,7 +99,7 @@ def killed(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def begun(killed: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """A copy of the dataset."""
     return Path(shutil.copytree(killed, tmp_path / "begun"))
 
 

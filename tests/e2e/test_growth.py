@@ -1,4 +1,4 @@
-"""A dataset whose corpus has grown: the same rows as one extraction of all of it."""
+"""A dataset whose corpus has grown has the rows of one extraction of the whole corpus."""
 
 import json
 import threading
@@ -44,7 +44,7 @@ def extract(
 
 
 def by_name(path: Path, **opened: Any) -> dict[str, dict[str, np.ndarray]]:
-    """The rows of each document, in reading order, by a name that is not its place."""
+    """The rows of each document in reading order, by a name that does not depend on its place."""
     ds = spile.open(path, **opened)
     every = ds.documents().to_pylist()
     found: dict[str, dict[str, np.ndarray]] = {}

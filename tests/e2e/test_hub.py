@@ -1,4 +1,4 @@
-"""A model and a corpus on the Hub give what they give on a disk; so they do when fetched before."""
+"""A model and a corpus on the Hub give the rows of those on a disk; so do fetched ones."""
 
 import io
 import json
@@ -44,7 +44,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def local(model: Path, tables: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What an extraction from a disk leaves."""
+    """The dataset of an extraction from a disk."""
     out = tmp_path_factory.mktemp("local") / "out"
     Work(model, tables, OPTIONS).extract(out)
     return out
@@ -109,7 +109,7 @@ def test_a_dataset_stays_with_the_commits_it_began_with(
 
 
 def test_shards_that_the_hub_has_gained_are_added(hub: Hub, tmp_path: Path) -> None:
-    """The branch has moved, and the old shards are still what they were."""
+    """The branch has moved, and the old shards have not changed."""
     out = tmp_path / "out"
     assert run("extract", *flags(out)).code == 0
     before = spile.open(out)
@@ -176,7 +176,7 @@ def test_a_dataset_of_ours_is_read_where_it_was_pushed_to(hub: Hub, local: Path)
 
 
 def test_a_corpus_and_a_model_on_a_web_server(model: Path, tables: Path, tmp_path: Path) -> None:
-    """One that knows no ranges, as Python's own."""
+    """A web server without ranges, as Python's own is."""
     quiet = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
     lines = tiny.write_corpus(tmp_path / "texts.jsonl")
     (tmp_path / "model").symlink_to(model)

@@ -1,4 +1,4 @@
-"""A model larger than the memory it may take: two of its blocks are there at a time."""
+"""A model larger than its memory limit: two of its blocks are in memory at a time."""
 
 import json
 import re
@@ -24,7 +24,7 @@ print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM"
 
 
 def write_model(directory: Path, layers: int, width: int) -> int:
-    """A checkpoint of one number, which takes as much memory as any other; returns its bytes."""
+    """Write a checkpoint that repeats one number, as large as any other; return its bytes."""
     sizes = {
         "hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers,
         "num_attention_heads": 16, "num_key_value_heads": 4,
@@ -44,7 +44,7 @@ def write_model(directory: Path, layers: int, width: int) -> int:
 
 
 def most_memory(model: Path, corpus: Path, out: Path, last: int, kept: str = "disk") -> int:
-    """The most bytes that a process of its own ever held."""
+    """The most bytes that a new process ever held."""
     given = [str(model), str(corpus), str(out), f"resid_post:{last}", kept]
     command = [sys.executable, "-c", MEASURED, *given]
     said = subprocess.run(command, capture_output=True, text=True, env=tiny.environment())

@@ -23,7 +23,7 @@ from support.worlds import wait_until
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where runs have their folders."""
+    """The folder that holds the folders of runs."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     yield tmp_path / "home"
@@ -32,7 +32,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
-    """This very spile, by a name with a space in it."""
+    """This spile, under a name with a space in it."""
     path = tmp_path / "my spile"
     path.write_text(f'#!/bin/sh\nexec {sys.executable} -m spile.cli "$@"\n')
     path.chmod(0o755)

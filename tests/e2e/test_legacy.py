@@ -1,4 +1,4 @@
-"""The lines that users of the former tools type, as they stand, against a Hub and a bucket here."""
+"""Unchanged command lines of the former tools, against a Hub and a bucket on loopback."""
 
 import json
 import sys
@@ -38,7 +38,7 @@ def both():
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As many layers as the former default names, and a chat template."""
+    """A model with as many layers as the former default names, and a chat template."""
     small = {"hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 2048}
     folder = tiny.write_model(
         tmp_path_factory.mktemp("deep") / "DIR",
@@ -50,7 +50,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """Serves what the former defaults name."""
+    """A Hub that serves what the former defaults name."""
     texts = tmp_path / "texts.parquet"
     pq.write_table(pa.table({"text": [f"text {n} of a corpus" for n in range(140)]}), texts)
     server = Hub()

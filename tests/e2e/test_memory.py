@@ -1,4 +1,4 @@
-"""Memory is queue depth times batch bytes, and the weights that are held; nothing else."""
+"""Memory is queue depth times batch bytes plus the weights in use, and nothing else."""
 
 import json
 import math
@@ -26,7 +26,7 @@ OPTIONS = {
 
 
 def write_corpus(path: Path, documents: int) -> Path:
-    """Lines that are mostly not text: a reader that kept the file would show."""
+    """Lines of which little is text, so that a reader that kept the file would show."""
     padding = "." * 12_000
     with path.open("w") as file:
         for number in range(documents):
@@ -86,7 +86,7 @@ def write_wide_model(directory: Path) -> int:
 def test_a_process_needs_memory_only_for_its_quarter_of_the_weights(
     tmp_path: Path,
 ) -> None:
-    """Of a checkpoint cut four ways; and between them the four hash all of it."""
+    """Each of four processes holds a quarter of the checkpoint; together they hash all of it."""
     size, processes = write_wide_model(tmp_path / "model"), 4
     script = [sys.executable, str(Path(__file__).with_name("loading.py")), str(tmp_path / "model")]
     where = [f"127.0.0.1:{tiny.free_port()}", str(processes)]

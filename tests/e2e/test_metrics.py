@@ -1,4 +1,4 @@
-"""A run reports: what backends were told is read back, and is what the run made."""
+"""What a run reported is read back from its backends, and equals what the run made."""
 
 import importlib
 import json
@@ -42,7 +42,7 @@ def open_backend(argument, run):
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As pip would, for the processes that are started from here."""
+    """Install a backend as pip would, for the processes that this test starts."""
     about = folder / "holding-1.0.dist-info"
     about.mkdir(parents=True)
     (folder / "holding.py").write_text(HOLDING)

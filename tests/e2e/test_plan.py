@@ -1,4 +1,4 @@
-"""The plan as a user types it: what it counts, what it measures, and that the run keeps to it."""
+"""The plan as a user types it: its counts and measurements, compared with the run."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Eight bits and compression from end to end: close to what was computed, and as safe to resume."""
+"""Eight bits and compression from end to end: values are close, and runs resume safely."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ MEASURING = "measuring the scale of each channel"
 
 @dataclass(frozen=True)
 class Made:
-    """Uninterrupted runs of one work: in float32, and in every form."""
+    """Uninterrupted runs of one recipe, in float32 and in every stored form."""
 
     work: Work
     plain: Path
@@ -56,7 +56,7 @@ def made(model: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def killed(work: Work, out: Path, place: str, nth: int, **options: Any) -> None:
-    """The command, in a process that was killed there."""
+    """The command, in a process that was killed at this place."""
     process = launch({"kill": place, "nth": nth}, "extract", *work.flags(out, **options))
     _, err = process.communicate(timeout=120)
     assert process.returncode == -signal.SIGKILL, err
@@ -79,7 +79,7 @@ def begun(
 
 
 def shard_names(out: Path) -> list[str]:
-    """Of the units that are done."""
+    """Return the keys of the shards of finished units."""
     records = [json.loads(path.read_bytes()) for path in (out / "done").glob("*/*")]
     return [shard["key"] for record in records for shard in record["shards"]]
 
@@ -111,7 +111,7 @@ def test_a_dataset_is_sound_and_close_to_what_was_computed(form: str, made: Made
 
 def test_eight_bits_take_a_quarter_of_float32(made: Made) -> None:
     def stored(out: Path) -> int:
-        """Of the rows alone: each shard also has a header, of one page."""
+        """Return the bytes of rows alone: each shard also has a header of one page."""
         return sum((out / key).stat().st_size - 4096 for key in shard_names(out))
 
     rows, taps = spile.open(str(made.plain)).num_tokens, len(spile.open(str(made.plain)).taps)

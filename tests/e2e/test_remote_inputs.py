@@ -1,4 +1,4 @@
-"""A model and a corpus in a bucket give what they give on a disk, and are watched as closely."""
+"""A model and a corpus in a bucket give the rows of those on a disk, with the same checks."""
 
 import gzip
 import json
@@ -45,7 +45,7 @@ def extracted(out: Path, model: object, corpus: object, **more: Any) -> dict[str
 
 
 def write_texts(folder: Path) -> Path:
-    """The same documents in every form, in as many files."""
+    """The same documents in every format, in several files each."""
     folder.mkdir(parents=True)
     texts = TEXTS[:30]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
@@ -223,7 +223,7 @@ def test_what_cannot_be_found_is_one_line(model: Path, texts: Path, tmp_path: Pa
 
 
 class Refusing(BaseHTTPRequestHandler):
-    """A service to which the credentials mean nothing."""
+    """A service that does not know the credentials."""
 
     def do_GET(self) -> None:
         self.send_error(403)

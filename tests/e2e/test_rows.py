@@ -1,4 +1,4 @@
-"""Row filters from end to end: what is kept is what a run that keeps everything has there."""
+"""Row filters from end to end: kept rows equal those of a run that keeps everything."""
 
 import signal
 from collections.abc import Callable
@@ -27,7 +27,7 @@ OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Filter:
-    """A filter, and what `where` means in numpy's words."""
+    """A filter, and the meaning of its `where` in numpy."""
 
     where: str | None
     every: int | None
@@ -44,7 +44,7 @@ FILTERS = {
 
 
 def thinned(index: np.ndarray, chosen: np.ndarray, every: int) -> np.ndarray:
-    """Of each context's chosen rows the first, and every N-th after it."""
+    """Keep the first of each context's chosen rows, and every N-th after it."""
     kept = np.zeros(len(index), bool)
     seen = 0
     for row, entry in enumerate(index):

@@ -24,7 +24,7 @@ TARGETS = ("build", "cpu", "cuda", "tpu")
 
 @pytest.fixture(scope="module")
 def dist(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make wheel` leaves."""
+    """The files that `make wheel` writes."""
     folder = tmp_path_factory.mktemp("dist")
     shutil.copy(wheel, folder)
     locks = [ROOT / f"docker/requirements-{target}.txt" for target in TARGETS]

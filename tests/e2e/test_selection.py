@@ -1,4 +1,4 @@
-"""Documents that are asked for become rows, the others are counted, and none is lost."""
+"""Selected documents become rows, and the others are counted by the reason."""
 
 import csv
 import gzip
@@ -29,7 +29,7 @@ extracted = partial(harness.extracted, unit_tokens=3000)
 
 
 def write(folder: Path, kind: str) -> Path:
-    """The same rows as any kind of file."""
+    """The same rows in every file format."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rows.{kind}"
     if kind == "parquet":

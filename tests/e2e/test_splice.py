@@ -1,4 +1,4 @@
-"""`--splice`: rows of a changed model, held to HF transformers with hooks of torch's own."""
+"""`--splice`: rows of a changed model equal those of HF transformers with torch hooks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +60,7 @@ def ablated(*directions: np.ndarray) -> Hook:
 
 
 def reconstructed(folder: Path) -> Hook:
-    """As SAELens' TopK encodes and decodes."""
+    """Encode and decode as SAELens' TopK does."""
     arrays = load_arrays(open_sae(str(folder / "sae"), decodes=True))[0]
     sae = {name: torch.tensor(array) for name, array in arrays.items()}
 
@@ -75,7 +75,7 @@ def reconstructed(folder: Path) -> Hook:
 
 
 def without_head(value: torch.Tensor) -> Hook:
-    """The values of head 3 replaced."""
+    """Replace the values of head 3."""
 
     def change(x: torch.Tensor) -> torch.Tensor:
         x = x.clone()

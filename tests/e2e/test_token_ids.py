@@ -1,4 +1,4 @@
-"""Token ids give the rows that their texts give, whatever file they lie in; none are believed."""
+"""Token ids give the rows of their texts, from every file format; invalid ids are refused."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def ids_of(model: Path) -> list[np.ndarray]:
 
 
 def write_ids(path: Path, ids: list[np.ndarray]) -> Path:
-    """As any kind of file."""
+    """Write the ids in one of the file formats."""
     kind = path.suffix
     if kind == ".bin":
         path.write_bytes(np.concatenate(ids).astype(path.name.split(".")[-2]).tobytes())
@@ -59,7 +59,7 @@ def write_ids(path: Path, ids: list[np.ndarray]) -> Path:
 
 
 def extracted_whole(model: Path, corpus: Path, out: Path, **options: Any) -> spile.Dataset:
-    """In one unit, whose packing is then that of all the corpus."""
+    """All in one unit, so that the whole corpus is packed alike."""
     extracted(model, corpus, out, **OPTIONS, **options)
     return spile.open(str(out))
 

@@ -42,18 +42,18 @@ ABSENT = {
 
 @pytest.fixture
 def published(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """A directory with nothing but a published config."""
+    """A directory that holds only a published config."""
     shutil.copyfile(CONFIGS / f"{request.param}.json", tmp_path / "config.json")
     return tmp_path
 
 
 def one_line(text: str) -> str:
-    """As if the terminal were wide enough."""
+    """The output on a terminal that is wide enough."""
     return " ".join(text.split())
 
 
 def first_column(table: str) -> list[str]:
-    """Names, below the title; what does not fit into a cell goes on below it, indented."""
+    """Return the names below the title; long cells continue on the next line, indented."""
     lines = table.splitlines()
     assert lines[0].split() == ["tap", "shape", "bytes/token", "meaning"]
     return [line.split()[0] for line in lines[1:] if line[:1].strip()]
@@ -208,7 +208,7 @@ def test_plan_counts_the_rows_that_are_kept(
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Work:
-    """A job of its own files, which may be moved."""
+    """A dataset with its own model and corpus, which a test may move."""
     folder = tmp_path_factory.mktemp("checked")
     model = tiny.write_model(folder / "model")
     corpus = tiny.write_corpus(folder / "docs.jsonl", 12)

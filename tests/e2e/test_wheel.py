@@ -1,4 +1,4 @@
-"""What people install: a wheel that is whole, and a reader that needs no jax."""
+"""The wheel is complete, and its reader needs no jax."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ ABSENT = ("jax", "jaxlib", "torch", "transformers")
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` of a fresh environment with the wheel in it and our dependencies within sight."""
+    """The `bin` of a new environment with the wheel, which can also import our dependencies."""
     folder = tmp_path_factory.mktemp("fresh") / "venv"
     return make_environment(folder, wheel, Path(sysconfig.get_path("purelib")))
 
@@ -51,7 +51,7 @@ print(spile.__file__)
 def test_the_wheel_works_in_an_empty_environment(
     wheel: Path, model: Path, corpus: Path, tmp_path: Path
 ) -> None:
-    """Installed with its dependencies, all of them wheels; nothing of ours is within sight."""
+    """Install it with its dependencies, all as wheels; nothing else can be imported."""
     fresh, out = tmp_path / "fresh", tmp_path / "out"
     venv.create(fresh, with_pip=False, symlinks=True)
     pip = (sys.executable, "-m", "pip", "--python", fresh / "bin/python", "install", "--quiet")

@@ -1,4 +1,4 @@
-"""Processes that do each unit together: the same dataset, whoever they are, and how they refuse."""
+"""Processes that do each unit together make the same dataset, and refuse in one line."""
 
 import json
 import re
@@ -57,7 +57,7 @@ joined._get, joined._set = late(joined._get), late(joined._set)
 
 @dataclass(frozen=True)
 class Made:
-    """What one process makes on one device, and how."""
+    """The dataset that one process makes on one device, and the work that makes it."""
 
     work: Work
     out: Path
@@ -86,7 +86,7 @@ def done(out: Path) -> int:
 
 
 def check_refused(group: Group, code: int, *named: str, seconds: float = 60) -> None:
-    """Every process ends with that code and a last line that says why, and no traceback of ours."""
+    """Check that every process ends with that code, a last line that says why, and no traceback."""
     assert set(group.wait(seconds)) == {code}, group.said()
     for member in group.members:
         assert member.last_line.startswith("spile"), member.err
@@ -210,7 +210,7 @@ def test_a_model_that_no_mesh_holds_is_refused_by_all(made: Made, tmp_path: Path
 
 @pytest.mark.full
 def test_what_one_process_fails_with_all_of_them_say(made: Made, tmp_path: Path) -> None:
-    """The second has another model by the same name: its working directory is another one."""
+    """The second process finds another model under the same name, in its own working directory."""
     here, there = tmp_path / "here", tmp_path / "there"
     tiny.write_model(here / "llama")
     tiny.write_model(there / "llama", seed=1)
@@ -276,7 +276,7 @@ def test_two_processes_with_one_id_are_told_so(made: Made, tmp_path: Path) -> No
 
 
 def test_two_signs_of_life_of_one_id_are_two_processes(tmp_path: Path) -> None:
-    """Unless they have one parent, which has started the process again."""
+    """Unless they have one parent, which starts the process again."""
     objects, rank = LocalObjects(tmp_path), Rank("127.0.0.1:9", 3, 0)
 
     def said(*parents: int) -> str:

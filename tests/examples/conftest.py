@@ -1,4 +1,4 @@
-"""The examples are imported as their users start them, from their own folder."""
+"""Import the examples from their own folder, as users start them."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(scope="module")
 def imported() -> Iterator[Callable[[str], Any]]:
-    """Import an example; written as users write, who are not held to strict promotion."""
+    """Import an example, without the strict promotion of tests: users do not have that."""
     sys.path.insert(0, str(EXAMPLES))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield import_module

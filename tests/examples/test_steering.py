@@ -1,4 +1,4 @@
-"""The example of steering: its vector moves what it should, and a random one of its length less."""
+"""The steering example: its vector moves its measure more than a random one of its length."""
 
 import json
 import re

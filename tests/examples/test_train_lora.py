@@ -1,4 +1,4 @@
-"""The example adapter is really trained: the loss of its kind of text falls, and Spile reads it."""
+"""The example adapter is trained: the loss on its texts falls, and Spile reads it."""
 
 import json
 import re

@@ -43,7 +43,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[Any]:
-    """The module; written as users write, who are not held to strict promotion."""
+    """The module, without the strict promotion of tests: users do not have that."""
     sys.path.insert(0, str(EXAMPLES))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield __import__("train_sae")
@@ -73,7 +73,7 @@ def trained(example: Any, dataset: str, out: Path, *more: str) -> tuple[Any, dic
 def whole(
     example: Any, dataset: str, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Any, dict[str, Any]]:
-    """A run that nothing interrupted."""
+    """An uninterrupted run."""
     out = tmp_path_factory.mktemp("whole")
     return out, *trained(example, dataset, out)
 
@@ -127,7 +127,7 @@ def test_a_killed_training_ends_in_the_same_weights_and_explains_new_rows(
 
 
 def published(out: Path) -> tuple[Sae, dict[str, np.ndarray]]:
-    """As Spile reads what SAELens reads: tests/models/files/test_sae_files.py compares the two."""
+    """Read by Spile instead of SAELens: tests/models/files/test_sae_files.py compares them."""
     sae = open_sae(str(out))
     return sae, load_arrays(sae)[0]
 
@@ -166,7 +166,7 @@ def test_several_devices_give_the_weights_of_one(
 def test_silent_latents_are_taught_what_the_others_leave(
     example: Any, dataset: str, tmp_path: Path
 ) -> None:
-    """Sixty are never among the most active: by the first loss alone they would stay so."""
+    """Sixty latents are never among the most active; the first loss alone would leave them dead."""
     args = example.arguments([dataset, "--out", str(tmp_path), *OPTIONS])
     ds = spile.open(dataset)
     rows = jnp.asarray(next(ds.batches([TAP], 64, where="pos >= 1", dtype="float32"))[TAP])

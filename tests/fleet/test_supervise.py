@@ -1,4 +1,4 @@
-"""A slice that is started again: when, how soon, how often, and how it is told to stop."""
+"""Restarting a slice: when, after what pause, how often, and how a stop reaches it."""
 
 import signal
 import time
@@ -16,7 +16,7 @@ from support.worlds import Member, planted, runs, wait_until
 
 Start = Callable[..., Member]
 ALONE = ("--world", "host")  # so that nobody looks for a cluster, which takes a second
-# The n-th start of the child finds n words in `starts`, of which the last is its own.
+# The n-th start of the child finds n words in `starts`; the last one is its own.
 COUNTED = """
 import pathlib, signal, sys, time
 starts = pathlib.Path({starts!r})
@@ -36,7 +36,7 @@ presence.start()
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Supervision of a child that does nothing but what is planted in it."""
+    """Supervise a child that runs only the code given here."""
     started: list[Member] = []
 
     def start(code: str, *flags: str, joined: tuple[str, ...] = ALONE) -> Member:

@@ -25,7 +25,7 @@ def taps(dtype: str) -> stored.Taps:
 def written(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> stored.Stored:
-    """111 rows: thirteen contexts of eight, and seven more."""
+    """A dataset of 111 rows: thirteen contexts of eight rows, and seven more rows."""
     return stored.build(tmp_path_factory.mktemp("out") / "out", taps=taps(request.param))
 
 
@@ -38,7 +38,7 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> stored.Stored:
 def exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[Path, Exported]]:
-    """Export, in windows of a few rows."""
+    """Export in windows of a few rows."""
 
     def run(made: stored.Stored, to: str, **options: object) -> tuple[Path, Exported]:
         monkeypatch.setattr(export_source, "WINDOW_BYTES", 400)

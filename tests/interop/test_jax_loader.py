@@ -1,4 +1,4 @@
-"""Batches on devices: the same rows on any mesh, eight bits decoded there to the same bits."""
+"""Batches on devices: the same rows on every mesh, with 8-bit values decoded bit for bit."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Batches as tensors: the same ones in the same order, whatever number of workers makes them."""
+"""Batches as tensors: the same ones in the same order for any number of workers."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One tap's rows for others' trainers: the order of `ds.batches`, as tensors, resumable."""
+"""One tap's rows for other trainers: tensors in the order of `ds.batches`, resumable."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Commands shown as a shell would take them, and run many at once."""
+"""Commands are shown as a shell takes them, and many run at once."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from support.launches import HOSTILE
 
 
 def test_what_is_shown_is_what_a_shell_would_run() -> None:
-    """Words, variables and input, hostile or not: the shell that is shown it does the same."""
+    """A shell that gets the shown text does the same, whatever words, variables and input hold."""
     script = "import os, sys; print([sys.argv[1:], os.environ['A'], sys.stdin.read()])"
     for word in HOSTILE:
         text = f"{word}\nEND\nend\n"

@@ -1,4 +1,4 @@
-"""Exactly what gcloud is told."""
+"""The exact commands of gcloud."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""TPUs that are full, preempted, half reached, or not ours: against a gcloud that misbehaves."""
+"""TPUs that are missing, preempted, partly reached or not ours, with a faulty gcloud."""
 
 import json
 import time
@@ -33,7 +33,7 @@ def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
 
 @pytest.fixture
 def slept() -> list[float]:
-    """How long it would have slept."""
+    """Records how long it would have slept."""
     return []
 
 
@@ -54,7 +54,7 @@ def refused(keeper: Keeper) -> str:
 
 
 def working(folder: Path, code: int = 0, **changes: Any) -> tuple[LaunchJob, Path]:
-    """A job whose program writes down that it ran, on whichever host."""
+    """A job whose program records on which host it ran."""
     tool = recorder(folder / "spile", code)
     return job(spile=str(tool), secrets={"TOKEN": SECRET}, **changes), tool
 

@@ -1,4 +1,4 @@
-"""What runs on every host, and what is refused before any host hears of it."""
+"""The command of every host, and jobs that are refused before any host is contacted."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Manifests: valid by the real schemas, exact, and proof against Kubernetes's own expansion."""
+"""Manifests: valid by the real schemas, exact, and safe from Kubernetes's own expansion."""
 
 import copy
 import json
@@ -46,7 +46,7 @@ def jobset_schema() -> Any:
 
 
 def validate(manifest: dict[str, Any]) -> None:
-    """A JobSet by its own schema, and what is inside it as the Job it becomes."""
+    """Validate a JobSet by its own schema, and its contents as the Job that it becomes."""
     if manifest["kind"] == "JobSet":
         jsonschema.Draft202012Validator(jobset_schema()).validate(manifest)
         for replicated in manifest["spec"]["replicatedJobs"]:
@@ -60,7 +60,7 @@ def validate(manifest: dict[str, Any]) -> None:
 
 
 def applied(target: Kubernetes, of: LaunchJob) -> list[dict[str, Any]]:
-    """What kubectl would read."""
+    """Return the manifests as kubectl would read them."""
     (command,) = target.render(of)
     assert command.stdin is not None
     manifests = list(yaml.safe_load_all(command.stdin))
@@ -230,7 +230,7 @@ def test_a_google_key_is_mounted_read_only() -> None:
 
 
 def expanded(text: str, variables: dict[str, str]) -> str:
-    """What the kubelet makes of it: $(NAME) is replaced, and $$ is a $."""
+    """Expand a text as the kubelet does: replace $(NAME), and turn $$ into $."""
     found = r"\$(\$|\((.*?)\))"
     return re.sub(
         found, lambda m: "$" if m[1] == "$" else variables.get(m[2], m[0]), text, flags=re.DOTALL

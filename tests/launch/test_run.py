@@ -1,4 +1,4 @@
-"""From flags to a job and a target, and from what hosts said to what a person reads."""
+"""From flags to a job and a target, and from the answers of hosts to lines for people."""
 
 import argparse
 from pathlib import Path

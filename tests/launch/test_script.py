@@ -1,4 +1,4 @@
-"""The scripts hosts are handed, run by a real shell: hostile words, two starts, a stop."""
+"""The scripts for hosts, run by a real shell: hostile words, two starts, a stop."""
 
 import contextlib
 import os
@@ -136,7 +136,7 @@ def test_a_program_that_is_not_there_is_named(host: Host) -> None:
 
 
 def check_never_started(host: Host, of: LaunchJob, said: str = "") -> None:
-    """Whoever is asked says so."""
+    """Every host that is asked reports it."""
     assert str(host.state(of)) == (f"never started here: {said}" if said else "never started here")
     assert host.hand(script.logs(of, SEAT, 5)).out.startswith("never started here\n")
     assert host.hand(script.stop(of, SEAT)).out == "never started here\n"

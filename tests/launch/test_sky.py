@@ -1,4 +1,4 @@
-"""SkyPilot: the task's file and the command, exactly.
+"""SkyPilot: the exact task file and command.
 
 The file was read by SkyPilot 0.14 itself (`sky.Task.from_yaml`); it is too large to test with.
 """

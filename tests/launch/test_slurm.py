@@ -1,4 +1,4 @@
-"""Exactly what sbatch is told. A real Slurm: tests/chaos."""
+"""The exact commands of sbatch. A real Slurm: tests/chaos."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Manifests that say what was meant, whatever the texts and whoever reads them."""
+"""Manifests keep their meaning for every text and every YAML parser."""
 
 from typing import Any
 

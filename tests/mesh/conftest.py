@@ -1,4 +1,4 @@
-"""These need eight devices: `tests/run/test_mesh.py` starts them where there are."""
+"""These tests need eight devices: `tests/run/test_mesh.py` starts them with virtual ones."""
 
 import jax
 

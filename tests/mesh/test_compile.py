@@ -1,4 +1,4 @@
-"""What is compiled without weights is what runs with them, on a mesh."""
+"""A program compiled without weights is the one that runs with them, on a mesh."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def question(model: Path, taps: str = TAPS, devices: int = 8) -> Question:
 
 
 def instructions(program: Any) -> str:
-    """Without what says where in the source they come from."""
+    """Return instructions without their places in the source."""
     text = program.as_text()
     return re.sub(r"stack_frame_id=\d+", "", text[text.index("\n%") :])
 

@@ -1,4 +1,4 @@
-"""Whatever the family, its blocks give on a mesh what they give on one device."""
+"""The blocks of every family give the same values on a mesh as on one device."""
 
 from collections.abc import Callable
 from functools import partial

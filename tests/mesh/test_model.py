@@ -1,4 +1,4 @@
-"""A model to be called, on a mesh: loaded there, or moved there and back."""
+"""A callable model on a mesh: loaded there, or moved there and back."""
 
 from pathlib import Path
 

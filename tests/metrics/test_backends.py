@@ -1,4 +1,4 @@
-"""`--metrics`: what it may name, and what is refused before a run begins."""
+"""`--metrics`: the names that it accepts, and those refused before a run begins."""
 
 import sys
 from pathlib import Path

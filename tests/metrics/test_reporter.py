@@ -1,4 +1,4 @@
-"""Reports come while a run lasts and once more when it ends, whatever a backend does."""
+"""Reports come during a run and once more at its end, even if a backend fails."""
 
 import logging
 import threading
@@ -10,7 +10,7 @@ from spile.metrics import Counters, Reporter
 
 
 class Told:
-    """Remembers; fails where it is asked to."""
+    """A backend that remembers reports, and fails where a test asks for it."""
 
     def __init__(self, fails: str = "") -> None:
         self.reports: list[tuple[int, Mapping[str, float]]] = []

@@ -1,4 +1,4 @@
-"""What is reported of two moments: sums, rates between them, and nothing that is not known."""
+"""Values from two snapshots of the counters: sums, rates, and nothing unknown."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Meshes by name: what they are laid out as, what falls back, and what is refused."""
+"""Meshes by name: their layouts, fallbacks and refusals."""
 
 import logging
 

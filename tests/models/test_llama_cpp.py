@@ -1,4 +1,4 @@
-"""Next-token log-probabilities against llama.cpp: no code shared with HF, torch or jax."""
+"""Next-token log-probabilities, compared with llama.cpp, which shares no code with HF or jax."""
 
 import json
 import tempfile
@@ -30,7 +30,7 @@ NAMES = {
 
 
 def write_gguf(model: Path, path: Path) -> None:
-    """The same float32 weights as llama.cpp wants them."""
+    """The same float32 weights in the form that llama.cpp reads."""
     config = json.loads((model / "config.json").read_text())
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}

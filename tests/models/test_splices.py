@@ -1,4 +1,4 @@
-"""The arithmetic of built-in changes that other tests do not hold to HF."""
+"""The arithmetic of built-in changes that other tests do not compare with HF."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The grammar of taps: what each spelling means, in which order, and what is said when it fails."""
+"""The grammar of taps: the meaning and order of each spelling, and its errors."""
 
 import json
 import re
@@ -164,7 +164,7 @@ def test_names_of_ours_and_of_other_tools_are_taps(text: str, wanted: str) -> No
 
 @pytest.mark.parametrize("family", ARCHS)
 def test_an_alias_and_the_name_are_the_same_tap(family: str) -> None:
-    """But for a stream between two blocks, which is what one leaves and the other enters with."""
+    """Except a stream between two blocks, which ends one block and begins the next."""
     arch = replace(ARCHS[family], layers=ARCHS[family].layers[:11])  # numbers of two digits, too
     owners: dict[str, list[Tap]] = {}
     for tap in all_taps(arch):
@@ -217,7 +217,7 @@ def test_hidden_states_end_with_the_norm_and_aux_hidden_states_do_not() -> None:
 
 
 def test_hidden_states_of_mamba_2_begin_behind_the_first_block() -> None:
-    """As transformers returns them; those of vLLM do not."""
+    """As transformers returns them; vLLM's do not include it."""
     arch = ARCHS["mamba2"]
     listed = "hidden_states[0],hidden_states[2],hidden_states[3]"
     assert names(listed, arch) == ["resid_post.0", "resid_post.2", "final_norm"]
@@ -229,7 +229,7 @@ def test_hidden_states_of_mamba_2_begin_behind_the_first_block() -> None:
 
 
 def test_capped_logits_have_no_name_in_transformer_lens() -> None:
-    """It hooks them before the cap."""
+    """TransformerLens hooks them before the cap."""
     assert Tap("logits").aliases(ARCH) == ("unembed.hook_out",)
     assert Tap("logits").aliases(CAPPED) == ()
     assert names("logits", CAPPED) == ["logits"]

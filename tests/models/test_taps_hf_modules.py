@@ -1,4 +1,4 @@
-"""Paths of HF modules as taps: each that is accepted names the module's own output."""
+"""Paths of HF modules as taps: each accepted path stands for that module's output."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ KINDS = ("llama-gqa", "gemma2-gqa", "gpt2", "neox", "olmo2-gqa", "qwen3moe-gqa")
 
 
 def paths(model: Any) -> list[str]:
-    """Those of the table that the model has, in its first and its last block."""
+    """Paths of the table that the model has, in its first and its last block."""
     last = model.config.get_text_config().num_hidden_layers - 1
     stems = ("model.layers", "transformer.h", "gpt_neox.layers")
     modules = {name for name, _ in model.named_modules()}
@@ -37,7 +37,7 @@ def listed(*, layered: bool) -> list[str]:
 
 
 def outputs(model: Any, names: list[str]) -> dict[str, np.ndarray]:
-    """What the modules give for the tokens."""
+    """Return the outputs of the modules for the tokens."""
     found: dict[str, np.ndarray] = {}
 
     def keep(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Buckets that misbehave: what is tried again, what is not, and what is never believed."""
+"""Faulty buckets: which requests are retried, which are not, and which answers are not trusted."""
 
 import contextlib
 import logging
@@ -51,7 +51,7 @@ def test_a_listing_gives_the_etag_that_the_upload_gave(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", STORES)
 def test_a_large_range_does_not_change_with_the_writers_buffer(kind: str) -> None:
-    """Large data is passed on without a copy only if nobody can change it."""
+    """Large data is sent without a copy only if nobody can change it."""
     objects = open_objects(STORES[kind]())
     first, second = b"constant" * (1 << 17), bytearray(b"reused!!" * (1 << 17))
     for key, pieces in {"a": [first], "b": [second], "c": [first, second]}.items():
@@ -151,7 +151,7 @@ def test_an_address_where_nobody_listens_is_given_up_soon(monkeypatch: pytest.Mo
 
 
 def test_a_service_that_was_there_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than one that never answered: it may come back."""
+    """A service that has answered before is retried longer: it may come back."""
     monkeypatch.setattr(bucket, "PATIENCE_AT_FIRST", 0.3)
     url = servers.new_gcs_store()
     objects = open_objects(url)

@@ -1,4 +1,4 @@
-"""Ranges that were read once are read from a disk, of which only so much is taken."""
+"""Ranges that were read once are read from a disk, up to a limit of bytes."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Files on web servers, as servers are: some know ranges, some do not, all fail now and then."""
+"""Files on web servers: with or without ranges, and failing now and then."""
 
 import random
 import sys
@@ -23,7 +23,7 @@ DATA = random.Random(0).randbytes(3 << 20)
 
 
 class Server(ThreadingHTTPServer):
-    """Files by path; `ways` is how it answers the next requests, one each."""
+    """A server of files by path; `ways` says how it answers each of the next requests."""
 
     daemon_threads = True
 

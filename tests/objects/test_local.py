@@ -1,4 +1,4 @@
-"""Objects as files: durable when they say so, whole or absent, and clear when the disk is full.
+"""Objects as files: durable when reported, whole or absent, and clear errors on a full disk.
 
 What every store must do is in tests/contracts/test_objects.py.
 """
@@ -42,7 +42,7 @@ def put(objects: Objects, key: str, *pieces: bytes | memoryview) -> None:
 
 
 def equal(found: bytes, wanted: memoryview) -> bool:
-    """(pytest would spend a minute on how large ones differ)"""
+    """Compare without pytest, which would spend a minute on how large values differ."""
     return found == wanted
 
 
@@ -83,7 +83,7 @@ def test_a_killed_create_leaves_only_a_leftover_that_names_its_record(
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
-    """Every sync and link: what, of which path, and its size at that moment."""
+    """Record every sync and link: its kind, its path, and the file's size at that moment."""
     found: list[tuple[str, str, int]] = []
     fsync, link = os.fsync, os.link
 

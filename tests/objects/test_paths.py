@@ -1,4 +1,4 @@
-"""What lies in a bucket is found and read like what lies on a disk, by ranges."""
+"""Files in a bucket are found and read like files on a disk, by ranges."""
 
 import gzip
 import io
@@ -228,7 +228,7 @@ def test_a_parquet_file_is_cut_into_units_by_its_footer_alone(table: Path) -> No
 
 
 def test_a_large_row_group_is_fetched_as_it_is_decoded(tmp_path: Path) -> None:
-    """Else memory would be that of the largest row group anyone wrote."""
+    """Otherwise memory would depend on the largest row group in the file."""
     rng = np.random.default_rng(0)
     texts = [rng.bytes(2_000).hex() for _ in range(8000)]
     path = tmp_path / "t.parquet"

@@ -1,4 +1,4 @@
-"""A spool holds what waits for its upload, and nothing else, however processes end."""
+"""A spool holds only objects that wait for their upload, however processes end."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Which encoder is whose, and what is stored of a tap that has one."""
+"""Which encoder belongs to which tap, and the arrays stored for it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The plan against the outcome."""
+"""The plan, compared with the outcome."""
 
 import dataclasses
 import json
@@ -81,12 +81,12 @@ def test_the_estimate_of_filtered_rows_meets_the_outcome(
 
 
 def write_long(folder: Path, kind: str) -> Path:
-    """Documents of which most are several times as long as a context."""
+    """Documents, most of them several times as long as a context."""
     lengths = np.random.default_rng(0).lognormal(4.0, 0.7, 150).astype(int)
     texts = ["words " * length for length in lengths]
     if kind == "parquet":
         pq.write_table(pa.table({"text": texts}), folder / "a.parquet", row_group_size=50)
-    elif kind == "long lines":  # of which the first is longer than a sample
+    elif kind == "long lines":  # the first one is longer than a sample
         texts = ["words " * 50_000, *texts]
         (folder / "a.txt").write_text("\n".join(texts))
     elif kind == "files":
@@ -116,7 +116,7 @@ def write_long(folder: Path, kind: str) -> Path:
 def test_extract_expects_as_many_tokens_and_rows_as_plan_counts(
     kind: str, fields: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
-    """`extract` predicts from the unit table, `plan` counts: both by what the model reads."""
+    """`extract` predicts from the unit table and `plan` counts; both count what the model reads."""
     (tmp_path / "texts").mkdir()
     corpus = write_long(tmp_path / "texts", kind)
     job = make_job(model, corpus, tmp_path / "out", unit_tokens=5000, **fields)

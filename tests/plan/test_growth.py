@@ -1,4 +1,4 @@
-"""What may be added to a dataset, where it goes, and what is refused."""
+"""Documents that may be added to a dataset, their place, and refusals."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ def lines(path: Path, texts: list[str]) -> Path:
 
 
 class Growing:
-    """A dataset of which only the table is made."""
+    """A dataset that has only its table."""
 
     def __init__(self, model: Path, corpus: Path) -> None:
         self.ledger = Ledger(MemoryObjects("memory://grown"))
@@ -48,7 +48,7 @@ class Growing:
         return resolve(recipe, self.ledger, "cpu")
 
     def texts(self) -> list[str]:
-        """Every document of every unit, in order; those that are left out are empty."""
+        """Every document of every unit, in order; skipped ones are empty."""
         job = self.resolved(Recipe())
         reader = job.reader()
         try:

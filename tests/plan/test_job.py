@@ -1,4 +1,4 @@
-"""A unit prepared for the model: what is read, left out, packed and told of its documents."""
+"""A unit prepared for the model: documents read or skipped, packed rows, documents file."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager

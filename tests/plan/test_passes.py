@@ -1,4 +1,4 @@
-"""`--add-taps`: the same rows, more of each; everything else must agree with the dataset."""
+"""`--add-taps`: more taps of the same rows; all other options must agree with the dataset."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A recipe settled: by today's rules for a new dataset, by its own for one that was begun."""
+"""Resolving a recipe: by current defaults for a new dataset, by the stored ones when resuming."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ def asked(model: Path, corpus: Path) -> Recipe:
 
 
 def rows(job: ExtractionJob) -> tuple[list[str], np.ndarray]:
-    """The texts of its one unit, and the index of its rows."""
+    """The texts of the only unit, and the index of its rows."""
     with closing(job.reader()) as reader:
         texts = reader.read(job.units[0].spans, 0).texts
         return texts, prepare_unit(job, reader, job.units[0]).packed.index

@@ -85,7 +85,7 @@ WIDE = {
     ),
 )  # fmt: skip
 def test_the_formula_counts_what_the_compiler_counts_without_loops(taps: str) -> None:
-    """With patterns tapped every pair is scored, in one product that the compiler sees."""
+    """If patterns are tapped, every pair is scored in one product, which the compiler counts."""
     arch = read_config({**tiny.CONFIG, **WIDE}, "test")[1]
     given = {"seq_len": 64, "rows": 4, "compute_dtype": "float32", "store_dtype": "float32"}
     work = workload(arch, taps, **given)

@@ -1,4 +1,4 @@
-"""What is counted of a corpus, against what a run makes of it."""
+"""The survey's counts of a corpus, compared with a run."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_a_few_units_say_how_many_tokens_there_are_and_how_sure_that_is(
 
 
 def draws(count: int) -> Iterator[tuple[float, float]]:
-    """Estimates from samples of units whose tokens are known, and how sure each is."""
+    """Estimates from samples of units whose tokens are known, and their errors."""
     rng = np.random.default_rng(0)
     guess = rng.integers(900, 1100, 400)
     tokens: list[float] = (guess * rng.normal(1.1, 0.1, 400)).tolist()

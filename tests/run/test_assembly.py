@@ -1,4 +1,4 @@
-"""The parts of a run: how they cut units into steps."""
+"""The parts of a run, and how they cut units into steps."""
 
 from types import SimpleNamespace
 from typing import Any

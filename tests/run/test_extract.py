@@ -1,4 +1,4 @@
-"""A run's frame: how it takes signals."""
+"""How a run handles signals."""
 
 import signal
 import threading

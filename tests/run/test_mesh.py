@@ -1,4 +1,4 @@
-"""What needs several devices runs here, on virtual ones, in a process that has them."""
+"""Starts the tests that need several devices, in a process with virtual ones."""
 
 import os
 import subprocess

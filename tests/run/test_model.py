@@ -1,4 +1,4 @@
-"""A model to be called: its taps and its loss for given tokens, spliced."""
+"""A callable model: its taps and its loss for given tokens, with splices."""
 
 from pathlib import Path
 from typing import Any

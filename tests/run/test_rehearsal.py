@@ -1,4 +1,4 @@
-"""What a few seconds of a run foretell of the rest."""
+"""Predictions from a few seconds of a run."""
 
 import os
 import threading
@@ -45,7 +45,7 @@ def rehearsed(recipe: Recipe, out: Path, seconds: float) -> tuple[Rehearsal, Any
 
 
 def spent(recipe: Recipe, out: Path) -> tuple[float, float]:
-    """Processor seconds of a real run's steps, for each token; and by the clock."""
+    """Processor seconds for each token of a real run's steps, and wall-clock seconds."""
     counters, over = Counters(), threading.Event()
     began: list[tuple[float, float]] = []
 
@@ -68,7 +68,7 @@ def spent(recipe: Recipe, out: Path) -> tuple[float, float]:
 
 @pytest.mark.full
 def test_the_time_that_is_foretold_is_the_time_that_it_takes(larger: Path, tmp_path: Path) -> None:
-    """By the processor's clock: by the wall's, whoever shares the machine is measured, too."""
+    """By processor time: wall-clock time would also measure other processes."""
     corpus = tiny.write_corpus(tmp_path / "c.jsonl", 400, mean=3.2)
     recipe = Recipe(model=str(larger), corpus=str(corpus), **OPTIONS)
     tries: list[float] = []

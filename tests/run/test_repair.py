@@ -1,4 +1,4 @@
-"""Repair makes just what is damaged or missing, as it was, by what had made it."""
+"""Repair makes only damaged and missing units again, by their own recipe."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ def out(whole: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The units that are computed in this process."""
+    """Record the units that are computed in this process."""
     units: list[int] = []
     begin = Sink.begin
 

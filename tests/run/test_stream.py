@@ -35,7 +35,7 @@ def both(
     corpus: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[spile.Dataset, Recipe]:
-    """A dataset, and what makes the same rows."""
+    """A dataset, and the recipe of the same rows."""
     chosen = recipe(model, corpus, store_dtype=request.param)
     out = str(tmp_path_factory.mktemp("feed") / "out")
     spile.extract(chosen, out, RUNTIME)

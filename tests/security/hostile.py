@@ -73,7 +73,7 @@ _PAGE = resource.getpagesize()
 
 
 class Exploration:
-    """Where the run is."""
+    """The state of the exploring run."""
 
     seconds_each = 0.0  # of a test
     seed = 0  # of its round
@@ -83,7 +83,7 @@ exploration = Exploration()
 
 
 def fuzz(count: int) -> Callable[[Any], Any]:
-    """The same examples at every run, and no fixture made anew for each: tests restore them."""
+    """Use the same examples in every run, and share fixtures: tests restore them."""
     if SECONDS or SEED:
         return explored
     return examples(count, derandomize=True, database=None, suppress_health_check=_SUPPRESSED)
@@ -168,7 +168,7 @@ def _note(said: dict[str, Any]) -> None:
 
 @contextmanager
 def only_our_errors() -> Any:
-    """Lets a `SpileError` of one line pass; whatever else is raised fails the test."""
+    """Let a `SpileError` of one line pass; any other exception fails the test."""
     try:
         with np.errstate(all="ignore"):
             yield
@@ -186,7 +186,7 @@ def refused(match: str) -> Any:
 
 @st.composite
 def damaged(draw: st.DrawFn, data: bytes) -> bytes:
-    """Some bytes with others in a few places, cut, doubled, or with noise put in."""
+    """Bytes that are changed in a few places, cut, doubled, or mixed with noise."""
     found = bytearray(data)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, max(0, len(found) - 1)))
@@ -256,7 +256,7 @@ def mutated(draw: st.DrawFn, seeds: Sequence[bytes], words: Sequence[bytes] = ()
 
 @st.composite
 def changed(draw: st.DrawFn, value: Any) -> Any:
-    """A JSON value with anything in one or two of its places, or without them."""
+    """A JSON value with one or two of its places replaced by anything, or removed."""
     value = copy.deepcopy(value)
     for _ in range(draw(st.integers(1, 2))):
         places = _places(value)
@@ -284,7 +284,7 @@ def sealed(kind: str, body: dict[str, Any]) -> bytes | None:
 
 
 def body_of(data: bytes) -> dict[str, Any]:
-    """What a record says."""
+    """Return the body of a record."""
     told = ("format", "kind", "checksum")
     return {name: value for name, value in json.loads(data).items() if name not in told}
 
@@ -296,7 +296,7 @@ def _nested(value: Any, depth: int) -> Any:
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
-    """Every place of a JSON value, as what holds it and its name there."""
+    """Yield every place of a JSON value, as its container and its key there."""
     found: list[tuple[Any, Any]] = []
     if isinstance(value, dict | list):
         for name, part in value.items() if isinstance(value, dict) else enumerate(value):

@@ -79,7 +79,7 @@ class Parser:
 
 
 def _words(text: str) -> tuple[bytes, ...]:
-    """Those that stand between two spaces."""
+    """Return the words between spaces."""
     return tuple(word.strip().encode() for word in text.split("  "))
 
 
@@ -193,7 +193,7 @@ def _zstd(folder: Path) -> list[bytes]:
 
 
 def _cells() -> pa.Table:
-    """A column of every kind that is kept of documents."""
+    """A kept column of every type."""
     count = len(TEXTS)
     return pa.table(
         {
@@ -389,7 +389,7 @@ _datasets: dict[Path, stored.Stored] = {}
 
 
 def _dataset(folder: Path, **options: Any) -> stored.Stored:
-    """Made once for a folder; who changes it restores it."""
+    """Make a dataset once for each folder; callers undo their changes."""
     if folder not in _datasets:
         _datasets[folder] = stored.copied(folder / "dataset", ((3, 2), (4,)), **options)
     return _datasets[folder]
@@ -400,7 +400,7 @@ RECORDS = {fmt.UNITS: "units", fmt.CURRENT.done_key(0): "done", fmt.MANIFEST: "m
 
 
 def read_dataset(path: Path) -> None:
-    """All that reads a dataset."""
+    """Run everything that reads a dataset."""
     with only_our_errors():
         ds = open_dataset(str(path), partial=True)
         for tap in ds.taps:
@@ -421,7 +421,7 @@ def read_dataset(path: Path) -> None:
 
 
 def _record(key: str, resealed: bool) -> Parser:
-    """With `resealed`, its checksum fits again, if it is JSON at all."""
+    """With `resealed`, compute its checksum again, if it is JSON."""
 
     def seeds(folder: Path) -> list[bytes]:
         return [(_dataset(folder / "seed", taps=stored.SCALED).path / key).read_bytes()]
@@ -587,7 +587,7 @@ _servers: dict[Path, Server] = {}
 
 
 def _server(folder: Path) -> Server:
-    """Made once for a folder; it ends with the process."""
+    """Make one server for each folder; it ends with the process."""
     if folder not in _servers:
         path = _dataset(folder).path
         answers = Answers(
@@ -610,7 +610,7 @@ def _answer(server: Server, request: bytes) -> bytes:
 
 
 def _request(data: bytes, folder: Path) -> None:
-    """Whatever is asked, it is no error of the server's, and the next one is answered."""
+    """Check that no request fails inside the server, and that the next one is answered."""
     server = _server(folder)
     answer = _answer(server, data)
     assert answer.split(None, 2)[1:2] != [b"500"], answer[:2000]

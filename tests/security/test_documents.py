@@ -1,4 +1,4 @@
-"""Documents tables that a stranger made."""
+"""Hostile documents files."""
 
 import struct
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def table() -> bytes:
 
 @contextmanager
 def at_most(size: int) -> Iterator[None]:
-    """Fails if Arrow had more memory than that at any time."""
+    """Fail if Arrow ever had more memory than that."""
     usual = pa.default_memory_pool()
     counted = pa.proxy_memory_pool(usual)
     _pools.append(counted)
@@ -53,7 +53,7 @@ def at_most(size: int) -> Iterator[None]:
 
 
 def read(data: bytes, count: int) -> None:
-    """All of a table, to the last character."""
+    """Read all of a table, to the last character."""
     objects = MemoryObjects("memory://table")
     objects.create("k", data)
     found = read_documents(objects, Shard("documents", "k", 0, count, len(data), ""), ["id", "url"])

@@ -1,4 +1,4 @@
-"""GGUF files and corpora that a stranger made: refused by an error of ours, or understood."""
+"""Hostile GGUF files and corpora: read, or refused by a Spile error."""
 
 import json
 import struct

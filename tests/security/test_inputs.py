@@ -1,4 +1,4 @@
-"""Settings, models and corpora that a stranger made: refused by an error of ours, or understood."""
+"""Hostile settings, models and corpora: read, or refused by a Spile error."""
 
 import json
 import time
@@ -159,7 +159,7 @@ def test_a_stored_recipe_is_refused_or_of_the_types_it_declares(data: st.DataObj
     with only_our_errors():
         try:
             recipe = ResolvedRecipe.from_json(data.draw(changed(good.to_json())))
-        except TypeError:  # of what is no list; the ledger makes our error of it
+        except TypeError:  # the value is no list; the ledger turns this into our error
             return
         assert {*map(type, (*recipe.taps, *recipe.corpus, *recipe.model.values()))} <= {str}
         assert all(0 < n < 1 << 63 for n in (recipe.seq_len, recipe.unit_tokens))

@@ -56,14 +56,14 @@ PREFIX = fmt.CURRENT.attempt_prefix(0, "a1")
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Stored:
-    """Finished, with rows and channels that have scales, and a worker."""
+    """A finished dataset with scales of rows and of channels, and a worker."""
     made = stored.build(tmp_path_factory.mktemp("h") / "d", ((3, 2), (4,)), taps=stored.SCALED)
     made.objects.create("workers/host-1-ab.json", encode_record("worker", BEAT))
     return made
 
 
 def with_record(made: Stored, key: str, record: bytes) -> MemoryObjects:
-    """A dataset's records, one of them another."""
+    """A dataset's records, one of them replaced."""
     objects = MemoryObjects("memory://records")
     for prefix in fmt.DERIVED:
         for each in made.objects.list(prefix):
@@ -74,7 +74,7 @@ def with_record(made: Stored, key: str, record: bytes) -> MemoryObjects:
 
 
 def use(objects: MemoryObjects) -> None:
-    """All that reads records."""
+    """Run everything that reads records."""
     ledger = Ledger(objects)
     with only_our_errors():
         table = ledger.table()
@@ -261,7 +261,7 @@ def test_scales_are_one_positive_number_for_each_channel_or_refused(body: dict[s
 def test_columns_of_any_values_are_refused_or_within_bounds(
     dataset: Stored, prefix: str, data: st.DataObject
 ) -> None:
-    """The file fits the record that names it: no checksum tells."""
+    """The file fits its record, so no checksum shows the change."""
     (key,) = dataset.objects.list(prefix)
     good = columns_in(key, dataset.objects.get(key))
     name = data.draw(st.sampled_from(sorted(good)))

@@ -1,4 +1,4 @@
-"""Shards that a stranger made: headers, seek tables, bombs, and pickles under our names."""
+"""Hostile shards: headers, seek tables, bombs, and pickles under our names."""
 
 import json
 import pickle
@@ -41,7 +41,7 @@ def shards() -> dict[str, bytes]:
 
 @contextmanager
 def at_most(size: int) -> Iterator[None]:
-    """Fails if more memory than that was in use at any time."""
+    """Fail if more memory than that was ever in use."""
     tracemalloc.start()
     try:
         yield
@@ -52,13 +52,13 @@ def at_most(size: int) -> Iterator[None]:
 
 
 def held(entries: Any, data: bytes = b"") -> bytes:
-    """A file with that header."""
+    """A file with this header."""
     body = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
     return struct.pack("<Q", len(body)) + body + data
 
 
 def read_all(key: str, data: bytes) -> None:
-    """Every tensor of a shard, whole; each has the size that its shape says."""
+    """Read every tensor of a shard; check that each has the size of its shape."""
     objects = MemoryObjects("memory://read")
     objects.create(key, data)
     for info in read_shard_header(objects, key).values():
@@ -175,7 +175,7 @@ def test_a_frame_holds_what_its_table_says_or_is_refused(plain: int, declared: i
 
 
 class Payload:
-    """Says that it was unpickled, by a file."""
+    """An object that makes a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

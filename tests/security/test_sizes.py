@@ -1,4 +1,4 @@
-"""Counts and sizes that a stranger wrote: nothing is allocated by them before bytes back them."""
+"""Hostile counts and sizes: nothing is allocated before the bytes exist."""
 
 import dataclasses
 import io
@@ -30,7 +30,7 @@ def dataset(tmp_path: Path) -> stored.Stored:
 
 
 def forge(dataset: stored.Stored, key: str, kind: str, change: Any) -> None:
-    """Change a record and seal it anew, as whoever wants to harm would."""
+    """Change a record and compute its checksum again, as an attacker would."""
     path = dataset.path / key
     body = fmt.decode_record(key, path.read_bytes(), kind)
     change(body)

@@ -1,4 +1,4 @@
-"""What several of these tests look at."""
+"""Datasets that several of these tests show."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> web_page.Built:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory, model: Path) -> web_page.Built:
-    """Thirty documents, one of them a stranger's."""
+    """Thirty documents, one of them hostile."""
     out = tmp_path_factory.mktemp("web") / "out"
     return web_page.build_texts(out, model, web_page.texts())
 

@@ -1,4 +1,4 @@
-"""The page in a real browser: every view, the keys, strangers' words, a run that goes on."""
+"""The page in a real browser: every view, the keys, hostile texts, a run in progress."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ expect.set_options(timeout=SLOW)
 
 @dataclass
 class Seen:
-    """A page, and what the browser complained of."""
+    """A page, and the browser's complaints about it."""
 
     page: Page
     complaints: list[str] = field(default_factory=list[str])
@@ -49,7 +49,7 @@ def browser() -> Iterator[BrowserContext]:
 
 @pytest.fixture
 def seen(browser: BrowserContext) -> Iterator[Seen]:
-    """A page of which nobody complains until the test is over."""
+    """A page without complaints until the test is over."""
     page = browser.new_page()
     page.set_default_timeout(SLOW)
     found = Seen(page)
@@ -324,7 +324,7 @@ def test_a_token_in_the_address_opens_the_page_and_leaves_it(
         expect(page.locator("h1")).to_contain_text("complete")
         assert "token" not in page.url
         assert page.evaluate("document.cookie") == "", "scripts do not see it"
-        page.goto("about:blank")  # before the server ends, of which the page would complain
+        page.goto("about:blank")  # before the server ends, or the page would complain
 
 
 def test_umap_is_offered_or_said_to_be_missing(seen: Seen, server: web_page.Served) -> None:

@@ -1,4 +1,4 @@
-"""The digest: of all rows of a dataset, or of no more than allowed; also while it grows."""
+"""The digest covers all rows of a dataset, or up to its limit, also while the dataset grows."""
 
 import threading
 import time
@@ -89,7 +89,7 @@ def test_ids_that_no_latent_has_are_said(tmp_path: Path) -> None:
 
 
 class _ClosedJustNow(threading.Event):
-    """Whoever closes the digest does so before the thread has looked whether anybody has."""
+    """The digest is closed before its thread first checks for that."""
 
     def __init__(self, digest: Digest) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Moments and extremes: as numpy has them of all rows at once, whatever the blocks."""
+"""Moments and extremes equal numpy's over all rows, whatever the blocks."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Directions: vectors are taken, and nothing else is."""
+"""Directions: vectors are accepted, and other values refused."""
 
 import io
 import json

@@ -20,7 +20,7 @@ NORM = Colour(TAP, "norm")
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory, model: Path) -> web_page.Built:
-    """With one that is longer than its preview."""
+    """Documents, one of them longer than its preview."""
     return web_page.build_texts(
         tmp_path_factory.mktemp("web") / "out", model, [*web_page.texts(), "long " * 60]
     )
@@ -124,7 +124,7 @@ WHERE = "pos < 3 or pos >= 9"
 
 
 def explorer_of(built: web_page.Built, model: Path) -> Explorer:
-    """Which has read every row."""
+    """An explorer whose digest has read every row."""
     dataset = spile.open(str(built.path))
     digest = Digest(dataset, 1 << 40)
     digest.start()

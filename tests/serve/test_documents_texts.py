@@ -1,4 +1,4 @@
-"""Texts: what each token adds, by the tokenizer that was used and no other."""
+"""The text that each token adds, by the tokenizer of the dataset and no other."""
 
 from pathlib import Path
 from typing import Any

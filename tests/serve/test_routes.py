@@ -1,4 +1,4 @@
-"""Parameters as they are read, values as they are spelled, and what is made in the background."""
+"""Parsing of parameters, values as JSON, and values computed in the background."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""The history of a run that is looked at again and again."""
+"""The history of a run that is read repeatedly."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The server: a process of its own, asked over HTTP, by those who may and those who may not."""
+"""The server in its own process, asked over HTTP by permitted and refused clients."""
 
 import ctypes
 import http.client

@@ -1,4 +1,4 @@
-"""The server: those who may not ask, and what nobody may; asked over HTTP."""
+"""The server refuses clients without the token, and requests that nobody may make."""
 
 import contextlib
 import socket
@@ -25,7 +25,7 @@ def guarded(built: web_page.Built) -> Iterator[web_page.Served]:
 
 
 def raw(server: web_page.Served, data: bytes, *, seconds: float = 30) -> bytes:
-    """What comes back when these bytes are sent."""
+    """Return the answer to these bytes."""
     where = urlsplit(server.base)
     with socket.create_connection(("127.0.0.1", where.port or 0), timeout=seconds) as found:
         found.sendall(data)

@@ -1,4 +1,4 @@
-"""Status: where a dataset stands, from its store alone."""
+"""Status: the progress of a dataset, from its store alone."""
 
 import dataclasses
 import json

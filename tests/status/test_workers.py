@@ -1,4 +1,4 @@
-"""Who is at work: processes that run, stand still, have failed or are done, and shares untaken."""
+"""Workers: running, stale, failed or done processes, and shares that nobody has taken."""
 
 import contextlib
 import dataclasses
@@ -44,7 +44,7 @@ for line in sys.stdin:
 
 
 class Slice:
-    """A process that gives signs of life as a worker does."""
+    """A process that sends heartbeats as a worker does."""
 
     def __init__(self, path: Path, share: str, unit: int) -> None:
         self.process = zygote.Popen(
@@ -86,7 +86,7 @@ def started(path: Path, *shares: str) -> Iterator[list[Slice]]:
 
 
 def seen(look: Callable[[], Status], name: str, wanted: Callable[[Any], bool]) -> dict[str, Any]:
-    """Look until a worker is as it should be."""
+    """Poll until a worker has the wanted state."""
     limit = time.monotonic() + 120
     while True:
         (worker,) = (w for w in look().workers if w["name"] == name)

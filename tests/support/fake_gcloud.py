@@ -18,7 +18,7 @@ HOSTS = 2  # of every TPU
 
 
 class Cloud:
-    """The TPUs that exist, the commands so far, and the failures to come."""
+    """The existing TPUs, the commands so far, and the failures to inject."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

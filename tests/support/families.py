@@ -166,7 +166,7 @@ DOTS1: dict[str, Any] = {
     **SMALL, "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
     "topk_group": 2, "moe_intermediate_size": 32, "n_shared_experts": 2, "first_k_dense_replace": 1,
 }  # fmt: skip
-# Queries and keys have 20 dimensions, of which the last 8 are rotated; values have 10. The norms of
+# Queries and keys have 20 dimensions; the last 8 are rotated. Values have 10. The norms of
 # latents have another epsilon.
 LATENT: dict[str, Any] = {
     **SMALL, **MHA, "num_hidden_layers": 4, "q_lora_rank": 20, "kv_lora_rank": 24,
@@ -639,7 +639,7 @@ def llama4_multimodal(**changes: Any) -> Any:
 
 
 def muse_glimmer(**changes: Any) -> Any:
-    """Muse Glimmer as published: a decoder of its own, beside a vision tower."""
+    """Muse Glimmer as published: its own decoder, beside a vision tower."""
     vision = {
         "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "patch_size": 4,
         "num_attention_heads": 2, "pos_emb_height": 2, "pos_emb_width": 2,

@@ -31,7 +31,7 @@ _MLPS = ("feed_forward", "block_sparse_moe", "shared_mlp")
 
 
 class _Frequencies:
-    """Equal as far as float32 goes."""
+    """Check equality within float32's precision."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.values = values
@@ -182,5 +182,5 @@ def _experts(mlp: Any, beside: Any) -> Experts:
 
 
 def _rounded(scale: float) -> float:
-    """A root and a quotient of the same number differ in the last digit."""
+    """Compare with a tolerance: a root and a quotient of one number differ in the last digit."""
     return float(np.float32(scale))

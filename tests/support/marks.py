@@ -1,4 +1,4 @@
-"""Choose the cases that the suite tries; `make chaos` tries all of them."""
+"""Choose which cases the suite tries; `make chaos` tries all."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,7 +8,7 @@ from hypothesis import settings
 
 
 def some(cases: Iterable[Any], *kept: Any) -> list[Any]:
-    """All cases, of which only `kept` run without --chaos-full."""
+    """Parametrize with all cases; without --chaos-full only `kept` run."""
     cases = list(cases)
     assert {*kept} <= {*cases}, "a case was renamed"
     return [case if case in kept else _left(case) for case in cases]

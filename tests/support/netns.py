@@ -1,4 +1,4 @@
-"""Hosts of our own: network namespaces on a bridge, each with a name, a home and an sshd."""
+"""Hosts for tests: network namespaces on a bridge, each with a name, a home and an sshd."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ _SSHD = "/usr/sbin/sshd"
 
 
 class Hosts:
-    """h1, h2, … at 10.79.0.1, …; whoever launches is in a namespace of its own beside them."""
+    """Hosts h1, h2, … at 10.79.0.1, …; the launcher has its own namespace beside them."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self.folder, self.count = folder, count
@@ -48,7 +48,7 @@ class Hosts:
         return f"{self._mark}_{name}"
 
     def inside(self, name: str = "launcher") -> list[str]:
-        """The words before a command that make it run there."""
+        """Return the words that make a command run there."""
         return ["ip", "netns", "exec", self.space(name)]
 
     def home(self, name: str) -> Path:

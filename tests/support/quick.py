@@ -18,7 +18,7 @@ _programs: dict[Hashable, dict[Hashable, Any]] = {}  # by step's identity
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """A folder that the first process of a session fills and all of them use."""
+    """Return a folder that the session's first process fills and all processes use."""
     folder = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent

@@ -17,7 +17,7 @@ _TESTS = Path(__file__).parents[1]
 
 
 class Cluster:
-    """Head and nodes; the head has no room for slices."""
+    """A head without room for slices, and nodes."""
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
         self._nodes: set[int] = set()
@@ -36,13 +36,13 @@ class Cluster:
         self.address: str = self._ask("head")["address"]
 
     def add(self, **options: Any) -> int:
-        """Another node; returns its number."""
+        """Add a node; return its number."""
         node = self._ask("add", **options)["node"]
         self._nodes.add(node)
         return node
 
     def kill(self, node: int) -> None:
-        """Kill a node's raylet, and with it all that runs there."""
+        """Kill a node's raylet, and with it everything that runs there."""
         self._ask("kill", node=node)
         self._nodes.discard(node)
 

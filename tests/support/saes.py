@@ -35,7 +35,7 @@ def write_sae(
     seed: int = 0,
     **changes: Any,
 ) -> Path:
-    """As SAELens 6 saves one; `changes` go into its cfg.json, None removes a key."""
+    """Write an SAE as SAELens 6 does; `changes` go into its cfg.json, and None removes a key."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = random_tensors(kind, width, latents, seed)
     write_tensors(folder / "sae_weights.safetensors", tensors)
@@ -66,7 +66,7 @@ def plain_encode(
     subtract: bool = True,
     rescale: bool = False,
 ) -> np.ndarray:
-    """All latents of some rows in float64, by each formula written out for one row."""
+    """Compute all latents of some rows in float64, by formulas written out for one row."""
     wide = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
     found = np.zeros((len(rows), wide["W_enc"].shape[1]))
     for number, row in enumerate(rows.astype(np.float64)):

@@ -22,7 +22,7 @@ _stores = itertools.count()
 
 @cache
 def s3_endpoint() -> str:
-    """moto's S3, which honours preconditions; its address is put into the environment."""
+    """Start moto's S3 with working preconditions; the environment gets its address."""
     endpoint = started("s3_server.py")
     os.environ |= s3_environment(endpoint)
     _make_bucket(endpoint)
@@ -59,7 +59,7 @@ def s3_url() -> str:
 
 @cache
 def gcs_endpoint() -> str:
-    """Our own server of Google's protocol."""
+    """Our server of Google's protocol."""
     endpoint = started("gcs_server.py")
     os.environ |= gcs_environment(endpoint)
     _make_bucket(endpoint)
@@ -67,7 +67,7 @@ def gcs_endpoint() -> str:
 
 
 def gcs_environment(endpoint: str) -> dict[str, str]:
-    """How obstore finds a server of Google's protocol: by a service account's file."""
+    """Write the service account's file by which obstore finds a server of Google's protocol."""
     account = {
         "gcs_base_url": endpoint, "disable_oauth": True, "client_email": "", "private_key": "",
         "private_key_id": "",
@@ -123,7 +123,7 @@ def kinds(proxy: str) -> dict[str, int]:
 
 
 def plan(proxy: str, *answers: tuple[str, str, str, str, bool]) -> None:
-    """What a proxy answers to the next requests of a kind (see flaky_proxy.py)."""
+    """Set how a proxy answers the next requests of a kind (see flaky_proxy.py)."""
     data = json.dumps(answers).encode()
     urllib.request.urlopen(urllib.request.Request(f"{proxy}/-/plan", data, method="PUT")).close()
 

@@ -4,7 +4,7 @@ import threading
 
 
 class StopAtLook(threading.Event):
-    """A flag that is set from the `number`-th look at it on."""
+    """A flag that counts as set from the `number`-th time that it is checked."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

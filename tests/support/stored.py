@@ -207,7 +207,7 @@ def replace_table(objects: Objects, table: Table) -> None:
 def make_index(
     rng: np.random.Generator, first_doc: int, lengths: Sequence[int], seq_len: int
 ) -> np.ndarray:
-    """Documents cut into contexts, and those placed in a random order."""
+    """Cut documents into contexts, and place those in a random order."""
     contexts = [
         (doc, at, min(seq_len, length - at))
         for doc, length in enumerate(lengths, first_doc)
@@ -229,7 +229,7 @@ def make_index(
 
 
 def kept(table: Table, read: np.ndarray) -> np.ndarray:
-    """What the recipe's filter leaves of an index."""
+    """Return the entries of an index that the recipe's filter keeps."""
     return read[RowFilter(table.recipe.where, table.recipe.every).mask(read)]
 
 
@@ -424,7 +424,7 @@ _made: dict[str, Stored] = {}
 
 
 def copied(path: Path, units: Sequence[Sequence[int]] = UNITS, **options: Any) -> Stored:
-    """As `build`, but made once in a process and copied from then on: a test may spoil it."""
+    """Like `build`, but made once in a process and then copied, so that a test may damage it."""
     asked = repr((units, sorted(options.items())))
     if asked not in _made:
         _made[asked] = build(Path(_folder.name) / str(len(_made)), units, **options)
@@ -486,7 +486,7 @@ class HeldRecords:
 
 @contextmanager
 def changed(stored: Stored, *keys: str) -> Iterator[dict[str, Path]]:
-    """Objects to be damaged, and restored afterwards."""
+    """Objects that a test damages, and that are restored afterwards."""
     paths = {key: stored.path / key for key in keys}
     before = {key: path.read_bytes() for key, path in paths.items()}
     try:
@@ -556,7 +556,7 @@ sys.stdin.read()
 
 @contextmanager
 def worker_process(path: Path, unit: int) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A process that holds a unit until it is killed; gives its worker's name."""
+    """Start a process that holds a unit until it is killed; return its worker's name."""
     with subprocess.Popen(
         [sys.executable, "-c", _WORKER, str(path), str(unit)],
         stdin=subprocess.PIPE,
@@ -572,7 +572,7 @@ def worker_process(path: Path, unit: int) -> Iterator[tuple[str, subprocess.Pope
 
 
 def unit_files(out: Path) -> dict[tuple[int, str], bytes]:
-    """What the units hold, by unit and name; the attempt's own name is random."""
+    """Return the files of units by unit and name, since names of attempts are random."""
     objects = open_objects(str(out))
     found: dict[tuple[int, str], bytes] = {}
     for key in objects.list(fmt.ATTEMPTS):
@@ -644,7 +644,7 @@ def write_added(
 
 
 class Stopped(BaseException):
-    """Stands for a kill: nothing catches it."""
+    """Stands for a kill: no code catches it."""
 
 
 class Stopping(LocalObjects):

@@ -35,7 +35,7 @@ def units_of(
 
 
 def read(corpus: Path | str, column: str | None = None, documents: str = "line") -> Documents:
-    """The whole corpus, as one unit."""
+    """Read the whole corpus as one unit."""
     files = find_files(str(corpus))
     options = ReadOptions(column, documents)
     (unit,) = units_of(files, read=options)

@@ -47,7 +47,7 @@ CONFIG = {
 
 
 def num_params(arch: Arch, layers: int, *, head: bool) -> int:
-    """Parameters held when the first `layers` blocks are loaded, and the head if asked for."""
+    """Count the parameters of the first `layers` blocks, with or without the head."""
     late = set() if head else {spec.name for spec in head_specs(arch)}
     outer = [spec for spec in outer_specs(arch) if spec.name not in late]
     blocks = (spec for layer in arch.layers[:layers] for spec in block_specs(arch, layer))

@@ -69,7 +69,7 @@ def _alphabet() -> list[str]:
 
 @cache
 def _char(byte: int) -> str:
-    """Byte-level BPE's own name of a byte."""
+    """Byte-level BPE's name of a byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     if byte in plain:
         return chr(byte)
@@ -179,7 +179,7 @@ def _entries(doc: int, ids: np.ndarray, seq_len: int) -> np.ndarray:
 
 
 def build_texts(path: Path, model: Path, documents: Sequence[str], **options: Any) -> Built:
-    """These texts, ten to a unit."""
+    """A dataset of these texts, ten in a unit."""
     parts = [documents[at : at + 10] for at in range(0, len(documents), 10)]
     units = [[tokens(text) for text in part] for part in parts]
     previews = [[text[:200] for text in part] for part in parts]
@@ -224,7 +224,7 @@ def build_large(path: Path, rows: int = 1 << 20, documents: int = 2048) -> Built
 
 @dataclass(frozen=True)
 class Answer:
-    """What was answered."""
+    """The answer to a request."""
 
     status: int
     headers: Mapping[str, str]
@@ -236,13 +236,13 @@ class Answer:
 
     @property
     def milliseconds(self) -> float:
-        """The time that the server itself took."""
+        """The seconds that the server itself took."""
         return float(self.headers["Server-Timing"].partition("dur=")[2])
 
 
 @dataclass(frozen=True)
 class Served:
-    """A server that runs."""
+    """A running server."""
 
     url: str  # as it was printed
     process: "subprocess.Popen[str]"
@@ -277,7 +277,7 @@ class Served:
         return answer.json
 
     def wait(self, name: str, until: Callable[[Any], bool], **asked: object) -> Any:
-        """Ask until the answer is the wanted one; return it."""
+        """Ask until the answer satisfies a condition; return it."""
         limit = time.monotonic() + 120
         while not until(found := self.api(name, **asked)):
             assert time.monotonic() < limit, found

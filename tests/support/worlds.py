@@ -1,4 +1,4 @@
-"""Worlds of real processes: started, watched, killed, paused, and what each of them said."""
+"""Worlds of real processes: start, watch, kill and pause them, and read their output."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ runpy.run_module("spile.cli", run_name="__main__", alter_sys=True)
 
 
 class Member:
-    """One process as a user starts it. The work is done by its child."""
+    """One process as a user starts it; its child does the work."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Member:
         folder: Path | None = None,
         prefix: Sequence[str] = (),
     ) -> None:
-        """`prefix`: a command that becomes this one, as `ip netns exec` does."""
+        """`prefix`: a command that executes this one, such as `ip netns exec`."""
         # Into files: nobody reads while a test waits, and a full pipe would stop the process.
         self._out, self._err = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115
         self.began = time.monotonic()
@@ -177,12 +177,12 @@ class Group:
 
 
 def on_devices(count: int) -> dict[str, str]:
-    """Environment variables for so many virtual devices, and for quick compilation."""
+    """Return environment variables for so many virtual devices and quick compilation."""
     return {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count} {quick.FLAGS}"}
 
 
 def slow_steps(seconds: float) -> str:
-    """Code to plant: every step takes so long, so that a kill falls between two units."""
+    """Return code that makes every step take so long that a kill falls between two units."""
     return f"""
 import time
 from spile.run.step import sweep
@@ -218,7 +218,7 @@ def runs(pid: int) -> bool:
 
 
 def check_equal(out: Path, expected: Path) -> None:
-    """The same units and index bit for bit, rows within float32's tolerance; and sound."""
+    """Check for equal units and index, rows within float32's tolerance, and a sound dataset."""
     check_sound(out)
     found, wanted = content(out), content(expected)
     assert found.keys() == wanted.keys()

@@ -45,7 +45,7 @@ def _settled(environment: dict[str, str]) -> dict[str, str]:
 
 
 class _Server:
-    """The process that forks, and the socket to it."""
+    """The process that forks, and the socket to reach it."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self.settled = _settled(environment)
@@ -61,7 +61,7 @@ class _Server:
         self._socket = ours
 
     def close(self) -> None:
-        """End it, and with it all processes that a test left running."""
+        """End it, and with it every process that a test left running."""
         self._socket.close()
         self._process.wait()
 
@@ -112,7 +112,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         self._close_pipe_fds(*ends)  # type: ignore[attr-defined]
 
     def _read_end(self, timeout: float | None) -> bool:
-        """Whether it has ended: its status comes through a pipe."""
+        """Return whether it has ended; its status comes through a pipe."""
         assert self._ended is not None
         waiting = select.poll()  # select() knows no descriptors above 1,023
         waiting.register(self._ended, select.POLLIN | select.POLLHUP)

@@ -130,7 +130,7 @@ def _array(
 def _decoded(
     codes: jax.Array, scale: Any, shift: Any, factor: Any, *, dtype: Any, by_row: bool
 ) -> jax.Array:
-    """Decode like `dataset.write.quantization.decode`: in float32, rounded once."""
+    """Decode like `dataset.codec.quantization.decode`: in float32, rounded once."""
     scale = jnp.asarray(scale)
     scale = scale.reshape(-1, *[1] * (codes.ndim - 1)) if by_row else scale[None]
     values = codes.astype(jnp.float32) * scale

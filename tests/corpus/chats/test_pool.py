@@ -1,4 +1,4 @@
-"""Chats are the same documents whoever renders them; and who renders them ends with who asked."""
+"""Chats give the same documents whichever process renders them; renderers end with their parent."""
 
 import datetime
 import json
@@ -40,7 +40,7 @@ PAIRS = Pairs("q", "a", "Q: ", "?", TEMPLATE)
 
 
 def rows(reading: Any, count: int) -> list[CorpusDocument]:
-    """Chats to be rendered; some are left out before, and keep their places."""
+    """Chats to render; some documents are skipped before that, and keep their places."""
     found: list[CorpusDocument] = []
     for n in range(count):
         said = {3: "\ud800", 5: "no"}.get(n % 7, f" words of {n} ")
@@ -61,7 +61,7 @@ def rows(reading: Any, count: int) -> list[CorpusDocument]:
 
 
 def rendered_here(document: CorpusDocument) -> CorpusDocument:
-    """What the pool is to make of it."""
+    """The result that the pool should return."""
     if document.chat is None:
         return document
     try:

@@ -28,7 +28,7 @@ SOME = st.text("ab01 .", min_size=1, max_size=2)
 
 
 def follow(text: str) -> OwnedText:
-    """Letters belong to 0, digits to 1, all else to nobody."""
+    """Letters belong to message 0, digits to message 1, other characters to none."""
     owners = [(0, 0) if c.isalpha() else (1, 0) if c.isdigit() else None for c in text]
     pieces = (c if o is None else owned_whole(c, o) for c, o in zip(text, owners, strict=True))
     return joined(pieces)
@@ -68,7 +68,7 @@ def test_every_method_gives_what_str_gives_with_its_owners(
 
 
 def test_nothing_that_may_be_called_forgets() -> None:
-    """Each method a template may call that gives texts is one of ours."""
+    """Every method that returns a text, and that a template may call, is one of ours."""
     for method in FOLLOWED:
         assert method in vars(OwnedText), method
 
@@ -97,7 +97,7 @@ def test_a_sum_with_a_plain_text_keeps_owners_on_both_sides() -> None:
 
 
 def test_no_character_has_a_shorter_other_case() -> None:
-    """So a text whose length has not changed has every character at its place."""
+    """A text of unchanged length therefore has every character in its place."""
     characters = list(map(chr, range(sys.maxunicode + 1)))
     for change in (str.lower, str.upper, str.title, str.casefold):
         assert all(map(change, characters))

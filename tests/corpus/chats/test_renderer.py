@@ -1,4 +1,4 @@
-"""Templates that would never end, or fill all memory, end soon with one line that says where."""
+"""Templates that would run forever or fill the memory end soon, with an error of one line."""
 
 import resource
 import signal

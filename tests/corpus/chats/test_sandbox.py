@@ -1,4 +1,4 @@
-"""Hostile templates: no effect, no end without one clear line, no text whose owner is lost."""
+"""Hostile templates: no side effect, one clear error, and no character without its owner."""
 
 import time
 

@@ -106,7 +106,7 @@ def special_tokens(name: str) -> dict[str, str]:
 
 
 def marked(name: str) -> str:
-    """The reference template; what is to be replaced must be there."""
+    """Replace a part of the reference template; the part must exist."""
     template = PUBLISHED[name]["chat_template"]
     for old, new in (MARKED[name], *([REASONING] if name == "Qwen3" else [])):
         assert old in template
@@ -119,7 +119,7 @@ def said(rendered: Rendered) -> list[tuple[str, str]]:
 
 
 def by_transformers(name: str, template: str, messages: Any, **options: Any) -> Any:
-    """The text, and the ranges of characters that the assistant wrote."""
+    """Return the text, and the ranges of characters that the assistant wrote."""
     render: Any = render_jinja_template
     options |= special_tokens(name)
     texts, ranges = render([messages], chat_template=template, **options)
@@ -127,7 +127,7 @@ def by_transformers(name: str, template: str, messages: Any, **options: Any) -> 
 
 
 def today(name: str, **options: Any) -> ChatTemplate:
-    """A published template on the day on which transformers will render it."""
+    """A published template, with the date at which transformers renders it."""
     return ChatTemplate(
         PUBLISHED[name]["chat_template"],
         name,
@@ -139,7 +139,7 @@ def today(name: str, **options: Any) -> ChatTemplate:
 
 @pytest.fixture(scope="module")
 def backend() -> Tokenizer:
-    """Byte-level BPE, as most of the families have it, with all their special tokens."""
+    """Byte-level BPE, as in most families, with all their special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -243,7 +243,7 @@ def test_text_a_template_adds_after_an_unanswered_thought_has_no_speaker() -> No
 
 
 def test_a_character_of_several_tokens_is_whole_the_assistants(backend: Tokenizer) -> None:
-    """Where transformers' mask ends with the first of them."""
+    """Return where transformers' mask ends at the first of these."""
     messages = chat(["Hi", "ends with 𓆉"])
     rendered = today("Qwen2.5-Instruct").render(messages)
     encoding = backend.encode(rendered.text, add_special_tokens=False)
@@ -314,7 +314,7 @@ def test_tool_calls_are_the_assistants_and_results_the_tools(
 
 
 def test_a_calls_name_before_its_result_is_the_templates() -> None:
-    """As gpt-oss has it: the text between the two names must not be taken for the assistant's."""
+    """As in gpt-oss: the text between the two names does not belong to the assistant."""
     template = (
         "{% for m in messages %}<{{ m.role }}>{% for c in m.tool_calls %}"
         "to={{ c.function.name }} {{ c.function.arguments|tojson }};{% endfor %}"
@@ -416,7 +416,7 @@ def test_what_a_template_refuses_is_said_with_its_place() -> None:
 
 
 def test_null_fields_are_as_if_absent() -> None:
-    """Parquet gives every message of a column all fields of all."""
+    """In Parquet, every message of a column has the fields of all messages."""
     nulls = [{**message, "tool_calls": None, "name": None} for message in chat(["a", "b"])]
     for name in PUBLISHED:
         assert today(name).render(nulls) == today(name).render(chat(["a", "b"]))

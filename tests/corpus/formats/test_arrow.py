@@ -1,4 +1,4 @@
-"""Arrow IPC: both forms, texts and ids, batch by batch; damage and lies refused in one line."""
+"""Arrow IPC: both forms, texts and ids, batch by batch; damaged files refused in one line."""
 
 import io
 import struct

@@ -1,4 +1,4 @@
-"""Columns: nested ones, those that change from file to file, and texts that are hard to bear."""
+"""Columns: nested ones, ones that differ between files, and very large texts."""
 
 import json
 from collections import Counter
@@ -164,7 +164,7 @@ def test_a_column_of_nulls_alone_goes_with_any_other(tmp_path: Path) -> None:
 
 
 def test_texts_of_a_dictionary_are_texts(tmp_path: Path) -> None:
-    """As pandas writes what it calls categories."""
+    """A column as pandas writes categories."""
     column = pa.array(["one", "two", None, "one"]).dictionary_encode()
     found = read(write_parquet(tmp_path / "a.parquet", {"text": column}, rows=4))
     assert (found.texts, found.ordinals) == (["one", "two", "one"], [0, 1, 3])

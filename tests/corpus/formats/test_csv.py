@@ -1,4 +1,4 @@
-"""CSV and TSV: records and values are what `csv.reader` says, however a file is cut."""
+"""CSV and TSV: records and values equal those of `csv.reader`, wherever a file is cut."""
 
 import csv
 import gzip
@@ -80,7 +80,7 @@ def test_every_record_is_in_one_unit_with_the_values_that_were_written(
 @given(st.text('a,"\n', max_size=24), st.lists(st.integers(0, 99), max_size=4))
 @examples(400)
 def test_any_bytes_are_read_as_by_the_standard_library(text: str, places: list[int]) -> None:
-    """What it refuses is refused; a quote within a field that does not begin so is a character."""
+    """Refuse what `csv.reader` refuses; a quote inside an unquoted field is a character."""
     try:
         wanted = [*csv.reader(io.StringIO(text, newline=""), strict=True)]
     except csv.Error:

@@ -1,4 +1,4 @@
-"""Corpora of the `datasets` library: made into Parquet once, the same everywhere, or refused."""
+"""Corpora of the `datasets` library: converted to Parquet once, equally everywhere, or refused."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""JSON arrays are found element by element, wherever chunks end; nothing else is taken for one."""
+"""Elements of JSON arrays are found wherever chunks end; other JSON is refused."""
 
 import json
 from collections.abc import Iterator
@@ -68,13 +68,13 @@ def test_what_is_no_array_is_refused(data: bytes, said: str) -> None:
 
 
 def test_a_large_array_takes_time_in_proportion_to_its_size() -> None:
-    """Thousands of elements in a chunk: none of them copies the rest of it."""
+    """A chunk with thousands of elements is not copied once per element."""
     data = json.dumps([{"text": "word " * 20, "n": n} for n in range(60_000)]).encode()
     assert sum(1 for _ in pieces("f", chunks(data, 8 << 20), 8 << 20)) == 60_000
 
 
 def test_an_element_of_any_size_is_skipped_in_bounded_time_and_memory() -> None:
-    """A text that goes on for many chunks is not looked through again with each."""
+    """A text that spans many chunks is not scanned again for each of them."""
     chunk, count = b'\\"word ' * (1 << 15), 400
     data = iter([b'[1, {"text": "', *[chunk] * count, b'"}, 3]'])
     found = list(pieces("f", data, 1 << 19))

@@ -1,4 +1,4 @@
-"""Parquet: any type of string, the right column, only the row groups needed; damage refused."""
+"""Parquet: any string type, the right column, only the needed row groups; damage refused."""
 
 from collections import Counter
 from pathlib import Path
@@ -119,7 +119,7 @@ def test_values_over_the_limit_are_counted_one_by_one(tmp_path: Path) -> None:
 def test_a_row_group_that_is_one_large_value_is_not_read(
     keep: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Its size says enough: damage within it is not noticed."""
+    """The size suffices: damage inside the value is not noticed."""
     texts = pa.array(["one", "x" * (8 << 20), "three"])
     columns = {"text": texts, "n": pa.array([1, 2, 3])}
     path = write_parquet(tmp_path / "a.parquet", columns, rows=1)

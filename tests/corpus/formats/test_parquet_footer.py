@@ -1,4 +1,4 @@
-"""Footers that Arrow does not survive are refused; others cost one look."""
+"""Footers that would crash Arrow are refused; others are checked once."""
 
 import os
 from pathlib import Path

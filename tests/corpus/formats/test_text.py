@@ -1,4 +1,4 @@
-"""Bytes of spans: read forward, each once, wherever spans follow one another."""
+"""Bytes of spans are read forward, and once, where spans follow one another."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".zst": z
 
 
 class Counter:
-    """How often files were opened, and how many bytes were decompressed."""
+    """Counts how often files were opened, and how many bytes were decompressed."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.opened = self.bytes = 0

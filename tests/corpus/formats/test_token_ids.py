@@ -1,4 +1,4 @@
-"""Token ids: where documents end, what is one, what is refused; and columns that are meant."""
+"""Token ids: the ends of documents, valid ids, refusals, and the choice of columns."""
 
 from pathlib import Path
 from typing import Any

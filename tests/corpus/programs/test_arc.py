@@ -196,7 +196,7 @@ def test_a_draw_does_not_depend_on_what_else_is_asked_for(tmp_path: Path) -> Non
 
 
 def test_draws_are_pinned() -> None:
-    """Datasets that exist were made with these."""
+    """Existing datasets were made with these."""
     first = Augmentation(turns=3, colors=(6, 3, 5, 2, 1, 9, 4, 0, 7, 8), order=(0, 1))
     assert drawn(ALL, 1) == first
     third = tasks(TRAINING, predictions=9, augment=ALL, seed=5, keep_zero=True)[29]
@@ -268,7 +268,7 @@ SYSTEM = (
 
 
 def test_the_plain_prompt_is_pinned() -> None:
-    """A dataset's documents: whoever changes one gives `_VERSION` another number."""
+    """Pinned documents: a change to one of them needs another `_VERSION`."""
     assert made_of(encoder="rows")["segments"] == [["user", PLAIN]]
     answered = made_of(encoder="rows", answers=True)["segments"]
     assert answered == [["user", PLAIN], ["assistant", "1 13"]]
@@ -305,7 +305,7 @@ def test_prompts_are_documents_that_carry_what_they_were_made_of(prompt: str) ->
 
 
 def test_the_answer_of_an_augmented_question_leads_back_to_the_tasks_own() -> None:
-    """What a model answers is decoded, and the augmentation undone."""
+    """A model's answer is decoded, and the augmentation undone."""
     made = tasks(TRAINING, predictions=6, augment=ALL, encoder="spaces+shape", answers=True)
     encoder = GridEncoder.parse("spaces+shape")
     answers: dict[tuple[str, int], set[Grid]] = {}

@@ -1,4 +1,4 @@
-"""ARC tasks from files: every layout gives the same tasks, and what is none is one line."""
+"""ARC tasks from files: every layout gives the same tasks; other files give a one-line error."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Programs as corpora: names that are read without running anything, documents read twice."""
+"""Programs as corpora: names are parsed without running code, and documents read twice."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def by_number(count=10):
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[str], Path]:
-    """A program's file."""
+    """The file of a program."""
 
     def written(source: str, name: str = "program.py") -> Path:
         path = tmp_path / name
@@ -274,7 +274,7 @@ def test_files_and_modules_that_are_not_there_are_named(
 
 
 def cut_elsewhere(name: str, seed: int) -> list[Span]:
-    """The ranges another process makes of a program."""
+    """The spans into which another process cuts a program."""
     code = (
         "import json, sys, dataclasses\nfrom spile.corpus.programs.program import Program\n"
         "ranges = Program.parse(sys.argv[1]).open().spans(100)\n"

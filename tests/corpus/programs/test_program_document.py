@@ -1,4 +1,4 @@
-"""Documents as programs give them: what is accepted, in which one form, and what is refused."""
+"""Documents of programs: which values are accepted, their one form, and which are refused."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Documents of a program: cut once and read in any order, and refused if they are others then."""
+"""Documents of a program: cut once, read in any order, and refused if they have changed."""
 
 import itertools
 import random
@@ -84,7 +84,7 @@ def test_what_is_only_read_in_order_goes_on_where_it_stands() -> None:
 
 
 def differing(form: str) -> Callable[[], Any]:
-    """A program whose second pass is not its first."""
+    """A program whose second pass differs from its first."""
     calls: list[int] = []
     shared = iter("abcdefghi")
 
@@ -123,7 +123,7 @@ def test_random_documents_by_number_are_refused() -> None:
 
 
 class Texts:
-    """As the sources of TFDS and Grain are."""
+    """A source like those of TFDS and Grain."""
 
     def __init__(self, third: Callable[[], Any]) -> None:
         self._third = third

@@ -1,4 +1,4 @@
-"""Files of columns: the same bytes for the same columns, and any changed byte is noticed."""
+"""Files of columns: equal columns give equal bytes, and every changed byte is noticed."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Cold shards: smaller, exact, readable anywhere, and never wrong quietly."""
+"""Compressed shards: smaller, exact, readable by other tools, and damage is always noticed."""
 
 import struct
 import tracemalloc
@@ -48,7 +48,7 @@ def seek_table(
     frames: int | None = None,
     frame_size: int | None = None,
 ) -> bytes:
-    """The format's own layout, said a second time."""
+    """The layout of the format, written a second time."""
     body = b"".join(struct.pack("<III", *entry) for entry in entries)
     body += struct.pack("<I", len(entries) if frames is None else frames)
     body += struct.pack("<BI", descriptor, end)

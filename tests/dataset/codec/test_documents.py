@@ -1,4 +1,4 @@
-"""The documents table: what goes in comes out, and whatever is none is refused."""
+"""The documents file: values survive a round trip, and other files are refused."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Eight bits a value: how much is lost, and that nothing else is."""
+"""Values in eight bits: the size of the error, and that nothing else changes."""
 
 import base64
 from typing import Any
@@ -39,7 +39,7 @@ def random_rows(count: int, shape: tuple[int, ...], seed: int = 0) -> np.ndarray
 
 
 def largest_of(rows: np.ndarray) -> np.ndarray:
-    """Of each row its largest absolute value, in a shape that goes with the rows."""
+    """Return the largest absolute value of each row, in a shape that broadcasts with the rows."""
     largest = np.abs(rows).reshape(len(rows), -1).max(axis=1)
     return largest.reshape(-1, *[1] * (rows.ndim - 1)).astype(np.float64)
 
@@ -142,7 +142,7 @@ def test_int8_of_what_is_no_number_is_zero() -> None:
 
 
 def relative_errors(rows: np.ndarray, read: np.ndarray) -> np.ndarray:
-    """Of each channel: mean error over mean size."""
+    """Return each channel's mean error over its mean size."""
     return np.abs(read - rows).mean(axis=0) / np.abs(rows).mean(axis=0)
 
 
@@ -157,7 +157,7 @@ def test_outlier_channels_ruin_int8_by_row_but_not_what_we_store() -> None:
     naive = relative_errors(rows, np.rint(rows / steps) * steps)
     assert np.median(int8) < 0.02 and int8.max() < 0.03
     assert np.median(float8) < 0.05 and float8.max() < 0.05
-    assert np.median(naive) > 0.3, "most of what is left would be rounding"
+    assert np.median(naive) > 0.3, "most of the remaining signal would be rounding"
 
 
 # -- plain values ----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Shards: safetensors files that others can read, and that cannot be wrong quietly."""
+"""Shards: safetensors files that other tools read, and whose damage is noticed."""
 
 import mmap
 import struct

@@ -1,4 +1,4 @@
-"""Statistics: those of all rows, however the rows were grouped."""
+"""Statistics of all rows do not depend on how the rows were grouped."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Datasets made of units of others: parts of one, and several joined."""
+"""Datasets made of other datasets' units: a part of one, or several joined."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The audit of a unit's documents: what is wrong behind checksums that are right."""
+"""The audit of a unit's documents finds faults behind correct checksums."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Compaction: another dataset on the disk, and the same one to every reader."""
+"""Compaction: other files on the disk, and the same rows for every reader."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ def manifest(objects: Objects) -> dict[str, Any]:
 
 
 def check_same(one: Dataset, other: Dataset) -> None:
-    """Bit for bit to whoever reads them."""
+    """Check that readers get the same rows, bit for bit."""
     assert (one.recipe, one.fingerprint, one.taps) == (other.recipe, other.fingerprint, other.taps)
     assert one.num_documents == other.num_documents
     rows = one.num_tokens
@@ -288,7 +288,7 @@ def test_a_disk_that_is_too_small_is_refused(
 
 
 def damages(made: stored.Stored, every: int) -> dict[str, list[int]]:
-    """Places to damage: ends and middle of every kind of file, or in turn some of them."""
+    """Places to damage: the ends and the middle of every kind of file, or some of them in turn."""
     done = made.done(1)
     chosen = [next(s for s in done.shards if s.tap == tap) for tap in made.table.taps]
     files = {file.key: file.bytes for file in (*chosen, *done.files()[-3:])}

@@ -1,4 +1,4 @@
-"""Files that are to be passed on: each byte is read once, hashed, and compared."""
+"""Copied files: each byte is read once, hashed, and compared."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def shard_of(made: stored.Stored) -> Shard:
 
 
 class Counting(LocalObjects):
-    """Notes what is read."""
+    """A store that records what is read."""
 
     ranges: list[tuple[int, int]]
 

@@ -1,4 +1,4 @@
-"""Compacting and shuffling that end at the worst moment lose nothing: the same command goes on."""
+"""If compacting or shuffling ends at the worst moment, the same command continues."""
 
 import shutil
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Copy = Callable[[Objects, Objects], object]
 
 
 class Ending(LocalObjects):
-    """A disk after whose creation of some unit's record a command ends."""
+    """A disk that ends the command after it has created a unit's record."""
 
     def __init__(self, root: Path, unit: int, error: BaseException) -> None:
         super().__init__(root)

@@ -1,4 +1,4 @@
-"""A finished dataset as a source: what is made from it has all of its taps, or says why not."""
+"""A finished dataset as a source: copies have all of its taps, or an error says why not."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +28,7 @@ def made(tmp_path: Path) -> stored.Stored:
 
 
 def added(made: stored.Stored) -> dict[str, np.ndarray]:
-    """The rows of all taps, of which two passes have added some; a third is not complete."""
+    """The rows of all taps. Two passes have added some of them; a third pass is not complete."""
     _, first = stored.add_pass(made, MORE)
     _, second = stored.add_pass(made, {"logprob": 1})
     stored.add_pass(made, {"v.0": 4}, commit=(0,))

@@ -1,4 +1,4 @@
-"""Garbage collection: orphans go, and nothing that is committed or still can be."""
+"""Garbage collection removes orphans, and no file that is or may still be committed."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def dataset(tmp_path: Path) -> stored.Stored:
 
 
 def leave(dataset: stored.Stored) -> dict[str, set[str]]:
-    """What kills and lost races leave behind, by where it comes from."""
+    """What kills and lost races leave behind, by its origin."""
     done = dataset.done(1)
     leavings = {
         "lost": {f.key for f in dataset.attempt(1).files()},

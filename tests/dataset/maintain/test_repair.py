@@ -1,4 +1,4 @@
-"""A damaged unit is replaced as a whole: there is the old record, or none, or the new one."""
+"""A damaged unit is replaced as a whole: the store holds the old record, none, or the new one."""
 
 import dataclasses
 from pathlib import Path
@@ -56,7 +56,7 @@ def rows_of(path: Path) -> dict[str, np.ndarray]:
 
 
 def check_whole(dataset: stored.Stored) -> None:
-    """Sound, with the very rows that went in; and nothing is left behind once gc has been here."""
+    """Check that it is sound, with its original rows, and that gc leaves nothing behind."""
     report = verify(dataset.objects)
     assert report.ok, report.faults
     for tap, rows in rows_of(dataset.path).items():

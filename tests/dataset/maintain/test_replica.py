@@ -1,4 +1,4 @@
-"""A whole copy: the same bytes somewhere else, or nothing that anybody can open."""
+"""A whole copy: the same bytes elsewhere, or nothing that opens."""
 
 import subprocess
 import time
@@ -21,7 +21,7 @@ from support.marks import some
 
 
 def contents(objects: Objects) -> dict[str, bytes]:
-    """All that a dataset consists of."""
+    """All objects of a dataset."""
     keys = [key for key in objects.list() if not key.startswith(fmt.PASSING)]
     return {key: objects.get(key) for key in keys}
 
@@ -79,7 +79,7 @@ def test_a_killed_copy_is_unfinished_and_the_same_command_continues(
 
 
 class Waiting(LocalObjects):
-    """A store whose first shard is not read before the other units are in the copy."""
+    """A store that delays its first shard until the other units are copied."""
 
     def __init__(self, root: Path, shard: str, dest: LocalObjects, records: list[str]) -> None:
         super().__init__(root)

@@ -1,4 +1,4 @@
-"""Sums of rows: the same for the same rows in any order, and for no others."""
+"""Sums of rows: equal for the same rows in any order, and for no other rows."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Shuffling on disk: a permutation of the rows, each as likely as any other, whatever is killed."""
+"""Shuffling on disk: a uniform permutation of the rows, whatever is killed."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def keys(index: np.ndarray) -> np.ndarray:
 
 
 def places(one: Dataset, other: Dataset) -> np.ndarray:
-    """Of each row of one dataset, where the other has it; every row must be there once."""
+    """Return the place in one dataset of each row of the other; each must be there once."""
     mine, theirs = (keys(ds.index(0, ds.num_tokens)) for ds in (one, other))
     order = np.argsort(theirs)
     assert len({*mine.tolist()}) == len(mine) == len(theirs)
@@ -45,7 +45,7 @@ def places(one: Dataset, other: Dataset) -> np.ndarray:
 
 
 def check_shuffled(source: Objects, dest: Objects) -> np.ndarray:
-    """That it is a whole dataset, and a permutation of the source, bit for bit."""
+    """Check that it is a whole dataset, and bit for bit a permutation of the source."""
     report = verify(dest)
     assert report.faults == []
     assert report.orphans == []

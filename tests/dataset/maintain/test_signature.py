@@ -1,4 +1,4 @@
-"""A signature vouches for every record and file, and tells who did; anybody can verify it."""
+"""A signature covers every record and file, and names its signer; anybody can verify it."""
 
 import dataclasses
 import hashlib
@@ -128,7 +128,7 @@ def sha256(data: bytes) -> bytes:
 
 
 def forged(dataset: stored.Stored, unit: int = 1) -> str:
-    """A changed file with a record and a manifest that agree with it: no checksum tells."""
+    """A changed file whose record and manifest agree with it: no checksum shows the change."""
     done = dataset.done(unit)
     path = dataset.path / done.shards[0].key
     data = bytearray(path.read_bytes())
@@ -316,7 +316,7 @@ def test_a_list_has_one_spelling() -> None:
 
 
 def test_the_tokenizer_is_signed(tmp_path: Path, keys: Path) -> None:
-    """Also against a forger, who makes every record fit."""
+    """The check also holds against a forger who adapts every record."""
     dataset = stored.build(tmp_path / "out", UNITS, tokenizer=stored.TOKENIZER)
     assert run("sign", dataset.path, "--key", keys / "mine").code == 0
     assert faults(dataset, keys) == []

@@ -1,4 +1,4 @@
-"""Verify finds it: whatever happens to whichever object, the audit says so and names it."""
+"""Verify finds every change to any object, and names that object."""
 
 import dataclasses
 import shutil
@@ -37,7 +37,7 @@ def build(path: Path, **options: Any) -> stored.Stored:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> stored.Stored:
-    """A finished dataset with a worker's record and a check; tests put back what they change."""
+    """A finished dataset with a worker's record and a check; tests undo their changes."""
     dataset = build(tmp_path_factory.mktemp("verify") / "out")
     presence = Presence(dataset.objects, 30)
     presence.start()
@@ -71,12 +71,12 @@ def test_a_sound_dataset_is_found_sound(whole: stored.Stored) -> None:
 
 @pytest.fixture
 def every(pytestconfig: pytest.Config) -> int:
-    """Of so many bytes one is flipped in the suite, and each of them with --chaos-full."""
+    """One byte in so many is flipped in the suite, and every byte with --chaos-full."""
     return 1 if pytestconfig.getoption("--chaos-full") else 29
 
 
 def apart(dataset: stored.Stored) -> list[list[str]]:
-    """All objects, in groups of those that are judged apart, and so can be damaged together."""
+    """All objects, in groups that are judged member by member, so that all are damaged at once."""
     records = dataset.listed(fmt.DONE, fmt.WORKERS, fmt.MODEL, fmt.CHECK)
     derived = dataset.listed(fmt.MANIFEST_COLUMNS)
     return [
@@ -413,7 +413,7 @@ def test_taps_of_any_shape_and_dtype_are_found_sound(shaped: stored.Stored) -> N
 
 
 def retyped(dataset: stored.Stored, shard: Shard, dtype: str, shape: tuple[int, ...]) -> None:
-    """Say of a shard's bytes, of which none is changed, that they are something else."""
+    """Change the description of a shard's bytes, but none of the bytes."""
     path = dataset.path / shard.key
     data = path.read_bytes()
     start = read_shard_header(dataset.objects, shard.key)[shard.tap].start
@@ -480,7 +480,7 @@ def tensors_of(dataset: stored.Stored, key: str) -> dict[str, np.ndarray]:
 
 
 def rewritten(dataset: stored.Stored, key: str, tensors: dict[str, np.ndarray]) -> None:
-    """Put other tensors in the place of a shard of the first unit; checksums find nothing."""
+    """Replace a shard of the first unit by other tensors, with checksums that fit."""
     dataset.objects.delete(key)
     writer = ShardWriter(dataset.objects, key, [(n, a.dtype, a.shape) for n, a in tensors.items()])
     for array in tensors.values():
@@ -680,7 +680,7 @@ def test_another_record_in_the_place_of_the_scales_is_found(tmp_path: Path) -> N
 def compressed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[stored.Stored]:
-    """Tests put back what they change."""
+    """Tests undo their changes."""
     path = tmp_path_factory.mktemp("compressed") / "out"
     made = build(path, units=UNITS[:1], dtype=request.param, compress=True, shard_bytes=1000)
     assert verify(made.objects).ok
@@ -689,14 +689,14 @@ def compressed(
 
 
 def frames_of(data: bytes) -> list[list[int]]:
-    """Of each frame its packed size, its size, its checksum."""
+    """Return the packed size, the size and the checksum of each frame."""
     (count,) = struct.unpack("<I", data[-9:-5])
     values = struct.unpack(f"<{3 * count}I", data[-9 - 12 * count : -9])
     return [list(values[at : at + 3]) for at in range(0, 3 * count, 3)]
 
 
 def with_frames(data: bytes, frames: list[list[int]]) -> bytes:
-    """The same frames under another seek table."""
+    """Return the same frames with another seek table."""
     body = data[: -17 - 12 * len(frames_of(data))]
     table = b"".join(struct.pack("<III", *frame) for frame in frames)
     head = struct.pack("<II", 0x184D2A5E, len(table) + 9)
@@ -862,7 +862,7 @@ def test_filtered_rows_are_found_sound(
 
 @pytest.fixture
 def filtered(tmp_path: Path) -> stored.Stored:
-    """Of documents 0 and 1, in the first unit, the rows at positions 1, 3, 5 and 7."""
+    """The rows at positions 1, 3, 5 and 7 of documents 0 and 1, in the first unit."""
     return build(tmp_path / "out", where="pos % 2 == 1")
 
 

@@ -26,7 +26,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> stored.Stored:
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> stored.Stored:
-    """Another model's rows of the same tokens, in another dtype and other files."""
+    """The rows of another model for the same tokens, in another dtype and other files."""
     path, model = tmp_path_factory.mktemp("b") / "chat", {"config": "beef", "weights": "cafe"}
     return stored.build(
         path, LENGTHS, taps=NARROW, dtype="bfloat16", model=model, shard_bytes=300

@@ -39,7 +39,7 @@ def batches(ds: spile.Dataset, batch_size: int = 100, **options: Any) -> Batches
 
 
 def numbers(source: stored.Stored, index: np.ndarray) -> np.ndarray:
-    """The stored row of each entry: its document and offset say which."""
+    """Return the stored row of each entry, which its document and offset identify."""
     where = {(e["doc"], e["offset"]): i for i, e in enumerate(source.index)}
     return np.array([where[e["doc"], e["offset"]] for e in index])
 

@@ -1,4 +1,4 @@
-"""A dataset that is opened with `verify` gives no byte of a damaged file; nor does an export."""
+"""With `verify`, neither a dataset nor an export gives a byte of a damaged file."""
 
 import pickle
 from pathlib import Path
@@ -19,7 +19,7 @@ def dataset(tmp_path: Path) -> stored.Stored:
 
 
 def damaged_shard(dataset: stored.Stored, unit: int = 1) -> str:
-    """Change one value of a shard to another that could be one; returns the shard's key."""
+    """Change one value of a shard to another valid one; return the shard's key."""
     shard = dataset.done(unit).shards[0]
     stored.flip(dataset.path / shard.key, shard.bytes - 3)
     return shard.key

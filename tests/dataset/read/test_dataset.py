@@ -1,4 +1,4 @@
-"""The reader: what was written, from any range, without copies where none are needed."""
+"""The reader returns what was written, for any range, and copies only where it must."""
 
 import json
 import mmap
@@ -63,7 +63,7 @@ def aliased(
 def filtered(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> stored.Stored:
-    """Nothing is kept of documents 5 and 9, which have two tokens and one."""
+    """No row of documents 5 and 9, which have two tokens and one, is kept."""
     path = tmp_path_factory.mktemp("filtered") / "out"
     return stored.copied(path, where="pos >= 2", every=2, **KINDS[request.param])
 
@@ -265,7 +265,7 @@ def test_batches_hold_the_rows_of_their_index(written: stored.Stored) -> None:
 
 
 def test_what_would_be_read_back_can_be_asked_without_storing(written: stored.Stored) -> None:
-    """Of values as they are read, that is those values."""
+    """Values that were read come back unchanged."""
     ds = spile.open(str(written.path))
     for tap, values in written.rows.items():
         again = ds.as_stored(tap, values)

@@ -1,4 +1,4 @@
-"""Latents as they are read: sparse, dense, and where one is largest."""
+"""Reading latents: sparse, dense, and the rows where one is largest."""
 
 import dataclasses
 import tracemalloc

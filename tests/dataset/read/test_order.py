@@ -62,7 +62,7 @@ def test_any_two_rows_are_as_likely_to_be_neighbours(
 
 
 def test_within_a_window_any_two_rows_are_as_likely_to_be_neighbours(rows: StoredRows) -> None:
-    """Of the window's blocks. (That they are together, they owe to the blocks' own order.)"""
+    """The order of a window's blocks. (The order of all blocks decides which share a window.)"""
     table = np.zeros((4, 4))
     for seed in range(60):
         for window in drawn(rows, seed).reshape(3, 1024):

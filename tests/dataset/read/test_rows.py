@@ -1,4 +1,4 @@
-"""Rows of many files mapped as one array, wherever in its file each tensor begins."""
+"""Rows of many files are mapped as one array, wherever tensors begin in their files."""
 
 import gc
 from pathlib import Path

@@ -86,7 +86,7 @@ def test_models_that_are_not_on_this_machine_are_never_fetched(made: Path) -> No
 
 
 def moved(made: Path, tmp_path: Path) -> Path:
-    """The dataset, on a machine where its model is not."""
+    """The dataset, on a machine without its model."""
     shutil.copytree(made / "out", tmp_path / "out")
     objects = LocalObjects(tmp_path / "out")
     body = fmt.decode_record(fmt.UNITS, objects.get(fmt.UNITS), "units")
@@ -139,7 +139,7 @@ def test_a_tokenizer_of_a_store_that_makes_the_library_panic_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class PanicException(BaseException):
-        """As the Rust library raises it: no module exports the name."""
+        """An exception as the Rust library raises it: no module exports its name."""
 
     def panic(data: bytes) -> None:
         raise PanicException("index out of bounds")

@@ -1,4 +1,4 @@
-"""Taps are chosen by any of their names, and what names none is refused."""
+"""Taps are chosen by any of their names; other names are refused."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Generations: units that follow those of a table, and what was there stays as it was."""
+"""Generations: units that follow those of a table, whose own units do not change."""
 
 import pickle
 import shutil

@@ -1,4 +1,4 @@
-"""Signs of life: claims seen, the dead recognised, nothing ever depending on it."""
+"""Heartbeats: claims are seen and dead workers recognised, and nothing depends on either."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def objects(tmp_path: Path) -> LocalObjects:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """The observer's clock, which stands still until told otherwise."""
+    """The observer's clock, which a test moves."""
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
@@ -77,7 +77,7 @@ def test_a_unit_that_another_holds_is_not_claimed(objects: LocalObjects) -> None
 def test_the_first_contender_by_name_waits_for_the_others_to_withdraw(
     objects: LocalObjects,
 ) -> None:
-    """One who claimed a unit before the other looked has it, whatever its name."""
+    """A worker that claimed a unit before the other one looked keeps it, whatever its name."""
     for keeps in (True, False):
         early = Presence(objects, 30)
         early.name = "b" if keeps else "c"

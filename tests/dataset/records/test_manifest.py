@@ -1,4 +1,4 @@
-"""The manifest: made once every unit is done, and only from sound records."""
+"""The manifest is made as soon as every unit is done, and only from sound records."""
 
 import dataclasses
 import shutil

@@ -1,4 +1,4 @@
-"""What was expected of a run: written once, believed by nobody, in nobody's way."""
+"""The prediction of a run: written once, only shown, and never required."""
 
 import json
 from dataclasses import asdict, replace

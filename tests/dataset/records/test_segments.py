@@ -1,4 +1,4 @@
-"""Segments and catalogs: many units, of which few are held."""
+"""Segments and catalogs: many units, few of them in memory."""
 
 from dataclasses import replace
 from pathlib import Path

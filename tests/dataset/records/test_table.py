@@ -1,4 +1,4 @@
-"""The unit table: the first one stays, whatever it names exists, and damage is refused."""
+"""The unit table: the first one wins, all files that it names exist, and damage is refused."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Units as columns: the same units, one by one or by the column."""
+"""Units as columns: the same values one by one and by column."""
 
 import pickle
 from dataclasses import replace

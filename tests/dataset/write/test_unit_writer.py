@@ -1,4 +1,4 @@
-"""The unit writer: exact rows into shards of bounded size, or nothing at all."""
+"""The unit writer puts exact rows into shards of bounded size, or leaves nothing."""
 
 import time
 from pathlib import Path
@@ -172,7 +172,9 @@ def test_only_rows_are_compressed(objects: LocalObjects) -> None:
     for file in done.files():
         data = objects.get(file.key)
         assert (file.bytes, file.digest) == (len(data), xxhash.xxh3_128_hexdigest(data))
-    assert done.shards[0].bytes < 4096 + rows["a"].nbytes, "of what is there, not of what it means"
+    assert done.shards[0].bytes < 4096 + rows["a"].nbytes, (
+        "the size is that of the bytes, not of the decoded values"
+    )
 
 
 @pytest.mark.parametrize("written", [0, 1, 5, 9])
@@ -249,7 +251,7 @@ def test_a_unit_with_a_row_missing_cannot_be_finished(objects: LocalObjects, mis
 
 
 class FewStreams(LocalObjects):
-    """Stops a writer that would go on for ever."""
+    """Stops a writer that would never end."""
 
     streams = 0
 
@@ -369,7 +371,7 @@ def test_parts_of_a_unit_are_recorded_as_if_one_had_written_it(
 def test_a_shard_that_cannot_be_stored_ends_the_writing_of_the_next_rows(
     objects: LocalObjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once: not when the unit is finished, which may be minutes later."""
+    """The error comes at once, not when the unit is finished minutes later."""
 
     def failing(self: ShardWriter) -> tuple[int, str, str]:
         raise StoreError("the bucket is closed")

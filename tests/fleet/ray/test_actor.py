@@ -1,4 +1,4 @@
-"""One host of a slice, as Ray's actor runs it; here without Ray: real units, told by number."""
+"""One host of a slice, as Ray's actor runs it, but without Ray: units are given by number."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +18,7 @@ def work(model: Path, corpus: Path) -> Work:
 
 
 class Running:
-    """A host at work in a thread, as its actor's call is."""
+    """A host at work in a thread, like a call of its actor."""
 
     def __init__(self, work: Work, out: Path, **changes: Any) -> None:
         self.host = RayHost()

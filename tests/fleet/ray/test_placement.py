@@ -16,7 +16,7 @@ from support import tiny
 
 
 class Nodes:
-    """What `ray.nodes()` answers."""
+    """The result of `ray.nodes()`."""
 
     def __init__(self, *totals: dict[str, float]) -> None:
         self.listed = [

@@ -23,7 +23,7 @@ def latents(tmp_path_factory: pytest.TempPathFactory) -> stored.Stored:
 
 
 def load(folder: Path) -> tuple[dict[tuple[int, int, int], float], np.ndarray]:
-    """All entries of a module, and its tokens, by what the layout says alone."""
+    """Return all entries of a module and its tokens, by the published layout alone."""
     entries: dict[tuple[int, int, int], float] = {}
     tokens: list[np.ndarray] = []
     reached = 0

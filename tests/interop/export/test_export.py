@@ -1,4 +1,4 @@
-"""Exports as a whole: what is refused, what is left behind, what is said."""
+"""Exports in general: refusals, leftovers and messages."""
 
 import json
 import os
@@ -232,7 +232,7 @@ print(int(status["VmHWM"].split()[0]) - int(status["RssFile"].split()[0]))
 def test_memory_does_not_grow_with_the_dataset(
     tmp_path: Path, large: stored.Stored, to: str
 ) -> None:
-    """Of 128 MiB of values, in windows of 1 MiB; maps of files are not memory that is taken."""
+    """Exports 128 MiB of values in windows of 1 MiB; mapped files do not count as memory."""
     small = stored.build(tmp_path / "small", [[64]], taps=large.table.taps)
     peaks = [
         subprocess.run(

@@ -1,4 +1,4 @@
-"""What every format is asked before anything is written."""
+"""The checks of every format before anything is written."""
 
 import sys
 from pathlib import Path

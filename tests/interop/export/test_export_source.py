@@ -1,4 +1,4 @@
-"""What an export reads: the taps that are chosen, and values in the dtype of the format."""
+"""What an export reads: the chosen taps, and values in the dtype of the format."""
 
 from pathlib import Path
 

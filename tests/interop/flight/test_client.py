@@ -1,4 +1,4 @@
-"""The trainer's end: a wrong address, and a server that is none of Spile's."""
+"""The trainer's side: a wrong address, and a server that is not Spile's."""
 
 import socket
 

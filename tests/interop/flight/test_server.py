@@ -1,4 +1,4 @@
-"""One reader for many trainers: the same batches for all, and nobody's death is another's."""
+"""One reader for many trainers: all get the same batches, and none is stopped by another's end."""
 
 import json
 import os
@@ -74,7 +74,7 @@ for number, batch in enumerate(spile.connect(url)):
 
 
 def trainer(url: str, hang: int = -1) -> "subprocess.Popen[str]":
-    """A process that says what it gets; it stops to take anything after one of the batches."""
+    """A process that prints what it gets, and stops taking batches after one of them."""
     return zygote.Popen(
         [sys.executable, "-c", _TRAINER, url, str(hang)], stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, text=True, env=tiny.environment(),

@@ -1,4 +1,4 @@
-"""Batches as Arrow and back: every dtype to the bit; a schema that is not ours is refused."""
+"""Batches as Arrow and back: every dtype bit for bit; other schemas are refused."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The card of a dataset on the Hub: what it says, and what it keeps to itself."""
+"""The card of a dataset on the Hub: its contents, and what it must not reveal."""
 
 import json
 from pathlib import Path

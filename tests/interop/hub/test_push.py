@@ -64,7 +64,7 @@ def no_bars() -> Iterator[None]:
 
 @dataclass
 class Client:
-    """The command, as a user of a server has it."""
+    """The command, as a user of the server runs it."""
 
     hub: Hub
     home: Path
@@ -79,7 +79,7 @@ class Client:
             return run("push", *arguments)
 
     def start(self, *arguments: object) -> subprocess.Popen[str]:
-        """In a process of its own."""
+        """Run it in a new process."""
         settings = hub_server.settings(self.hub.url, self.home, HF_TOKEN="writer")
         command = [sys.executable, "-c", _PUSH, *map(str, arguments)]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -111,7 +111,7 @@ def client(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Client:
 
 
 def named(made: stored.Stored) -> set[str]:
-    """What a dataset is: nothing that no record names."""
+    """The files of a dataset: only those that a record names."""
     records = [made.done(unit) for unit in range(len(made.table.units))]
     keys = {file.key for done in records for file in done.files()}
     keys |= {fmt.CURRENT.done_key(done.unit) for done in records}

@@ -1,4 +1,4 @@
-"""A run of Weights & Biases, as its library was asked for it."""
+"""A run of Weights & Biases, by the calls of its library."""
 
 import sys
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from spile.metrics import MetricsRun, open_backends, parse_backends
 def test_a_run_is_begun_told_and_finished(
     asked: str, project: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That the library takes it is tried in tests/e2e/test_metrics.py."""
+    """tests/e2e/test_metrics.py tries it with the real library."""
     told: list[Any] = []
     began = SimpleNamespace(
         log=lambda values, step: told.append((step, values)), finish=lambda: told.append("end")

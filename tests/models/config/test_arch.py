@@ -1,4 +1,4 @@
-"""What follows from a model's layers: how many, and after how many their kinds repeat."""
+"""Properties of a model's layers: their number, and the period of their kinds."""
 
 from dataclasses import replace
 

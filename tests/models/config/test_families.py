@@ -1,4 +1,4 @@
-"""The table of families: every row is whole, consistent, and short enough to be written by hand."""
+"""The table of families: rows are complete, consistent, and short enough to write by hand."""
 
 import ast
 import dataclasses
@@ -30,7 +30,7 @@ ROWS = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.nam
 
 @cache
 def variant(name: str) -> tuple[Family, Arch]:
-    """What is read of a tiny model's config."""
+    """Read the config of a tiny model."""
     with torch.device("meta"):
         model = families.FAMILIES[name]()
     config = json.loads(model.config.to_json_string(use_diff=False))
@@ -159,7 +159,7 @@ def test_no_tensor_that_is_needed_is_listed_as_unused(family: Family) -> None:
     ],
 )
 def test_nothing_is_computed_by_the_name_of_a_family(file: str) -> None:
-    """Switches name what models do: a family of its own code would be a second decoder."""
+    """Switches describe models: code for one family alone would be a second decoder."""
     text = (MODELS / f"{file}.py").read_text()
     tree = ast.parse(text)
     used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -176,7 +176,7 @@ ROW_FILES = sorted((MODELS / "config/rows").glob("*.py"))
 
 
 def row_lengths() -> dict[str, int]:
-    """Lines of each row of the table that is written out."""
+    """Count the lines of each row that is written out."""
     found: dict[str, int] = {}
     for node in (node for file in ROW_FILES for node in ast.walk(ast.parse(file.read_text()))):
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "Family":
@@ -193,7 +193,7 @@ def test_adding_a_family_takes_at_most_sixty_lines_of_data() -> None:
 
 
 def test_the_table_is_data() -> None:
-    """No function, branch or loop but comprehensions; nor has the type of a row any method."""
+    """Rows have no functions, branches or loops but comprehensions, and their type no methods."""
     kinds = (ast.FunctionDef, ast.Lambda, ast.If, ast.IfExp, ast.For, ast.While, ast.ClassDef)
     assert len(ROW_FILES) > 5
     for file in (*ROW_FILES, MODELS / "config/families.py"):

@@ -243,7 +243,7 @@ def _text(name: str) -> str:
 
 
 def published(name: str) -> dict[str, Any]:
-    """A `config.json` as it is on the Hub."""
+    """One `config.json` from the Hub."""
     return json.loads(_text(name))
 
 
@@ -252,12 +252,12 @@ def read(values: Mapping[str, Any]) -> Arch:
 
 
 def decoder_part(values: dict[str, Any]) -> dict[str, Any]:
-    """Where the decoder's keys are, to be changed in place."""
+    """Return the mapping with the decoder's keys, to change in place."""
     return values.get("text_config", values)
 
 
 def theirs(values: Mapping[str, Any]) -> Any:
-    """What transformers makes of a config, or of its text part."""
+    """Return transformers' reading of a config, or of its text part."""
     own = copy.deepcopy(dict(values))
     own.pop("quantization_config", None)  # asks for kernels; the numbers are those of bfloat16
     if (own.get("rope_scaling") or {}).get("type") == "su":
@@ -266,7 +266,7 @@ def theirs(values: Mapping[str, Any]) -> Any:
 
 
 def built(config: Any) -> Any:
-    """The model, without memory for its tensors."""
+    """Make the model without memory for its tensors."""
     with torch.device("meta"), no_init_weights():
         if config.model_type == "muse_glimmer_text":
             return _without_tower(config)
@@ -276,7 +276,7 @@ def built(config: Any) -> Any:
 
 
 def _without_tower(config: Any) -> Any:
-    """The decoder of a model that there is only with a vision tower, and its head."""
+    """Return the decoder and the head of a model that exists only with a vision tower."""
     both = transformers.MuseGlimmerConfig(vision_config={"num_hidden_layers": 1})
     both.text_config = copy.deepcopy(config)
     whole = transformers.MuseGlimmerForConditionalGeneration(both)
@@ -287,14 +287,14 @@ def _without_tower(config: Any) -> Any:
 
 
 def first(of: Any, *names: str) -> Any:
-    """The first attribute there is: families name the same thing differently."""
+    """Return the first attribute that exists: families use different names for one thing."""
     if names == ("self",):
         return of
     return next(getattr(of, name) for name in names if getattr(of, name, None) is not None)
 
 
 def facts_of_theirs(config: Any) -> dict[str, Any]:
-    """What decides activations beside the weights, out of transformers' config and modules."""
+    """Collect what decides activations besides weights, from transformers' config and modules."""
     if config.model_type in hybrid_facts.FAMILIES:
         return hybrid_facts.of_theirs(config, built)
     small, linear = copy.deepcopy(config), "linear_attention"
@@ -431,7 +431,7 @@ def facts_of_theirs(config: Any) -> dict[str, Any]:
 
 
 def _sizes_of_theirs(block: Any) -> tuple[Any, ...]:
-    """Of a block's heads, keys and MLP; and which of them it has."""
+    """Return the sizes of a block's heads, keys and MLP, and which of them it has."""
     attention, keys = block.self_attn, getattr(block.self_attn, "k_proj", None)
     return (
         attention.head_dim,
@@ -452,7 +452,7 @@ def _sizes_of_ours(arch: Arch, layer: Layer) -> tuple[Any, ...]:
 
 
 def _delta_of_theirs(block: Any, other: Any) -> GatedDelta:
-    """Of a linear block; the other one attends."""
+    """Return the facts of a linear block; the other block attends."""
     rule = first(block, "linear_attn", "self_attn")
     norm = first(rule, "norm", "o_norm")
     return GatedDelta(
@@ -482,7 +482,7 @@ def _latent_of_theirs(attention: Any) -> Latent:
 
 
 def _rounded(scale: float) -> float:
-    """A root and a quotient of the same number differ in the last digit."""
+    """Compare with a tolerance: a root and a quotient of one number differ in the last digit."""
     return float(np.float32(scale))
 
 
@@ -539,7 +539,7 @@ class Rotary:
 
 
 def _rotary_of_theirs(rotary: Any, config: Any, attention: Any) -> list[Rotary | None]:
-    """For each layer; none where nothing rotates."""
+    """Return the rotary settings of each layer; none where nothing rotates."""
     if hasattr(attention, "rotary_dim"):  # GPT-J makes its angles itself
         plain = 1e4 ** -(np.arange(0, attention.rotary_dim, 2) / attention.rotary_dim)
         return [Rotary(plain.astype(np.float32), 1.0)] * config.num_hidden_layers
@@ -885,7 +885,7 @@ def test_the_original_length_beside_the_scaling_is_that_of_transformers() -> Non
 
 
 def test_gpt_neox_configs_may_spell_their_rotary_settings_twice() -> None:
-    """As transformers 4.45 to 4.57 saves them."""
+    """Return the config as transformers 4.45 to 4.57 saves it."""
     values = published("pythia-410m")
     twice = {"partial_rotary_factor": 0.25, "rope_theta": 10000, "rope_scaling": None}
     assert read({**values, **twice}) == read(values)
@@ -918,7 +918,7 @@ def test_what_cannot_change_the_activations_is_accepted(changes: dict[str, Any])
 
 
 def refused(values: Mapping[str, Any]) -> str:
-    """The message, which names the file and is one line."""
+    """Return the error's message, which must name the file and be one line."""
     with pytest.raises(InputError) as caught:
         read(values)
     message = str(caught.value)
@@ -1045,7 +1045,7 @@ ODD = ["32", 2.5, -1, 0, True, math.nan, math.inf, 10**400, [], {}]
 
 
 def _own(family: str, key: str) -> str:
-    """How a family spells a key, as its published config does."""
+    """Return a family's own spelling of a key, from its published config."""
     row = next(row for row in FAMILIES if row.name == family)
     spelled = row.keys.get(key, key)
     return spelled if isinstance(spelled, str) else spelled[0]

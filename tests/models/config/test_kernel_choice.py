@@ -1,4 +1,4 @@
-"""Which attention kernel serves a model, and the reason where a better one is passed over."""
+"""The attention kernel of a model, and the reason if a better one is not used."""
 
 from dataclasses import replace
 from typing import Any

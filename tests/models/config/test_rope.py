@@ -207,7 +207,7 @@ def test_the_old_name_of_longrope_is_read() -> None:
 
 
 def test_the_original_length_may_stand_beside_the_scaling() -> None:
-    """Where both are given transformers takes the outer one; a kind without it leaves it be."""
+    """If both are given, transformers uses the outer one; kinds that do not use it ignore it."""
     key = "original_max_position_embeddings"
     inner = longrope(4, original_max_position_embeddings=512)
     config = {key: 1024, "rope_scaling": inner}

@@ -1,4 +1,4 @@
-"""Declared arrays: as many, as large and as placed as the models of every family have them."""
+"""Declared arrays: their number, sizes and places agree with the models of every family."""
 
 import json
 from dataclasses import replace
@@ -34,7 +34,7 @@ def shapes(arch: Arch) -> dict[str, tuple[int, ...]]:
 
 
 def changed(**changes: Any) -> set[str]:
-    """Which arrays are there, and not in a plain Llama; those that are missing have a minus."""
+    """Return the arrays that a plain Llama lacks, and, with a minus, those that only it has."""
     before, after = set(shapes(ARCH)), set(shapes(replace(ARCH, **changes)))
     return (after - before) | {f"-{name}" for name in before - after}
 
@@ -185,7 +185,7 @@ def test_every_axis_of_every_array_has_a_name_and_its_length(path: Path) -> None
 
 
 def test_the_arrays_of_latent_attention() -> None:
-    """Heads are cut; latents, which all of them read, are not."""
+    """Heads are split; latents, which all heads read, are not."""
     specs = {spec.name: spec for spec in block_specs(published("DeepSeek-V3"))}
     down, up = ("latent", "width"), "latent"
     wanted = {
@@ -202,7 +202,7 @@ def test_the_arrays_of_latent_attention() -> None:
 
 
 def test_the_arrays_of_the_gated_delta_rule() -> None:
-    """Queries and keys of 16 heads of 128, values of 32; all are cut by key heads."""
+    """16 heads of 128 for queries and keys, 32 for values; all are split by key heads."""
     arch = published("Qwen3-Next-80B-A3B-Instruct")
     linear, full = (block_specs(arch, arch.layers[layer]) for layer in (0, 3))
     own = {spec.name: spec for spec in linear}
@@ -223,7 +223,7 @@ def test_the_arrays_of_the_gated_delta_rule() -> None:
 
 
 def test_the_arrays_of_a_rule_whose_channels_decay() -> None:
-    """32 heads of 128; what all heads read is not cut, and the decay has its place in the file."""
+    """32 heads of 128; arrays that all heads read are not split, and the file has the decay."""
     arch = published("Kimi-Linear-48B-A3B-Instruct")
     found = {spec.name: (spec.shape, spec.axes) for spec in block_specs(arch, arch.layers[1])}
     cut, narrow = "delta_heads", ("latent", "width")
@@ -236,7 +236,7 @@ def test_the_arrays_of_a_rule_whose_channels_decay() -> None:
 
 
 def test_the_arrays_of_a_state_space() -> None:
-    """Cut by groups; of a single group, by heads, and its keys and queries not at all."""
+    """Split by groups; a single group is split by heads, except its keys and queries."""
     arch = published("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")
     own = {spec.name: spec for spec in block_specs(arch, arch.layers[0])}
     assert {name: spec.shape for name, spec in own.items()} == {

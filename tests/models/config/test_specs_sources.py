@@ -1,4 +1,4 @@
-"""Arrays of ours inside a checkpoint's tensors: their shapes foretold, and parts taken exactly."""
+"""Our arrays inside a checkpoint's tensors: shapes are predicted, and parts are exact."""
 
 from collections.abc import Mapping
 
@@ -67,7 +67,7 @@ def test_fused_parts_of_one_expert_are_taken_from_its_own_tensor() -> None:
 
 
 def test_parts_of_unequal_size_follow_one_another() -> None:
-    """As in Phi-3: many heads of queries, few of keys and values."""
+    """As in Phi-3: many query heads, few heads of keys and values."""
     specs = {"wq": spec("wq", 12, 5), "wk": spec("wk", 3, 5), "wv": spec("wv", 3, 5)}
     parts = {name: values(*each.shape, seed=i) for i, (name, each) in enumerate(specs.items())}
     source = TensorSource("qkv", tuple(specs))
@@ -128,7 +128,7 @@ def test_what_was_fused_comes_apart_again(
         parts[name] = rng.standard_normal(shape)
 
     def fuse(arrays: list[np.ndarray]) -> np.ndarray:
-        """Arrays [out, *inner] in one, by plain loops."""
+        """Join arrays [out, *inner] into one, by plain loops."""
         groups = {"part": 1, "head": counts[0], "row": len(arrays[0])}[by]
         rows = [
             row

@@ -1,4 +1,4 @@
-"""Model directories: what is found, what is refused and in which words. No weights are loaded."""
+"""Model directories: what is found, and what is refused in which words. No weights are loaded."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 
 
 def published(name: str, **changes: Any) -> dict[str, Any]:
-    """A published config, cut to the size of a test."""
+    """A published config, reduced to the size of a test."""
     return {**json.loads((CONFIGS / f"{name}.json").read_text()), **changes}
 
 
@@ -73,7 +73,7 @@ def write(
 
 
 def renamed(before: str, after: str) -> Callable[[dict[str, np.ndarray]], None]:
-    """Every tensor whose name begins so, by another name."""
+    """Rename every tensor whose name begins with this."""
 
     def change(tensors: dict[str, np.ndarray]) -> None:
         for name in [name for name in tensors if name.startswith(before)]:
@@ -83,7 +83,7 @@ def renamed(before: str, after: str) -> Callable[[dict[str, np.ndarray]], None]:
 
 
 def added(**shapes: tuple[int, ...]) -> Callable[[dict[str, np.ndarray]], None]:
-    """More tensors; a dot is written `__`."""
+    """Add tensors; `__` in a name stands for a dot."""
     more = {n.replace("__", "."): np.ones(shape, np.float32) for n, shape in shapes.items()}
     return lambda tensors: tensors.update(more)
 
@@ -260,7 +260,7 @@ def test_neox_buffers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
 def test_a_multimodal_checkpoint_has_its_decoder_under_either_prefix(
     prefix: str, tmp_path: Path
 ) -> None:
-    """As published, and as transformers names its modules since; the tower is left alone."""
+    """Names as published, and as transformers renamed its modules later; the tower is not read."""
     tower = {
         "language_model.model.": ("vision_tower.x.weight", "multi_modal_projector.x.weight"),
         "model.language_model.": (

@@ -1,4 +1,4 @@
-"""The demo model: the real thing, kept in a cache one can choose, and clear when it cannot be."""
+"""The demo model: the real weights, in a cache that users can choose, and clear errors."""
 
 import importlib.util
 from pathlib import Path

@@ -108,7 +108,7 @@ def test_a_quantised_model_is_that_of_its_dequantised_weights(
 
 
 def random_blocks(kind: Types, rows: int, columns: int) -> np.ndarray:
-    """Bytes that are finite numbers when read as this type."""
+    """Random bytes that are finite numbers of this type."""
     rng = np.random.default_rng(0)
     block, size = gguf.GGML_QUANT_SIZES[kind]
     blocks = np.zeros((rows * columns // block, size), np.uint8)
@@ -121,7 +121,7 @@ def random_blocks(kind: Types, rows: int, columns: int) -> np.ndarray:
 
 
 def with_layers(stored: dict[str, np.ndarray], layers: int) -> dict[str, np.ndarray]:
-    """A model of more blocks, each of them the first one."""
+    """A model of more blocks, all equal to the first one."""
     first = {name: array for name, array in stored.items() if name.startswith("blk.0.")}
     more = {
         name.replace("blk.0.", f"blk.{layer}."): array
@@ -132,7 +132,7 @@ def with_layers(stored: dict[str, np.ndarray], layers: int) -> dict[str, np.ndar
 
 
 def test_every_quantisation_is_read(tmp_path: Path) -> None:
-    """In one file, each in a block of its own."""
+    """All quantizations in one file, each in its own block."""
     kinds = [kind for kind in Types if kind.name in vars(gguf.quants)]
     assert len(kinds) > 15
     data = {f"blk.{i}.ffn_down.weight": random_blocks(k, WIDTH, INNER) for i, k in enumerate(kinds)}

@@ -94,7 +94,7 @@ def published_tokenizer(pre: str) -> Tokenizer:
 
 
 def tokenizer_meta(tokenizer: Tokenizer, pre: str) -> dict[str, Any]:
-    """What the converter writes about a byte-level tokenizer; some rows have no token."""
+    """The converter's fields for a byte-level tokenizer; some rows have no token."""
     size = tokenizer.get_vocab_size()
     tokens = [str(tokenizer.id_to_token(i)) for i in range(size)]
     types = [1] * (size - 3) + [3, 3, 4]
@@ -122,7 +122,7 @@ def convert_tokenizer(folder: Path, meta: dict[str, Any], case: str = "llama") -
 
 
 def assert_same_ids(dest: Path, reference: Callable[[str], list[int]]) -> None:
-    """Both as Spile reads the file and as transformers does."""
+    """Compare Spile's reading of the file with transformers'."""
     plain = Tokenizer.from_file(str(dest / "tokenizer.json"))
     hugging = transformers.AutoTokenizer.from_pretrained(dest)
     unused = [f"[PAD{plain.get_vocab_size() - back}]" for back in (1, 2)]
@@ -200,7 +200,7 @@ def sentencepiece_meta(space_prefix: bool) -> dict[str, Any]:
 
 
 def sentencepiece_ids(meta: dict[str, Any], text: str, space_prefix: bool) -> list[int]:
-    """SentencePiece itself: the best-scored pair of neighbours first, the leftmost of equals."""
+    """SentencePiece's algorithm: merge the best-scored neighbours first, the leftmost of equals."""
     tokens, types = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
     ids = {token.replace(" ", "▁"): i for i, token in enumerate(tokens)}
     scores = {

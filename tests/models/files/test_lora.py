@@ -1,4 +1,4 @@
-"""LoRA adapters: what PEFT makes is merged as PEFT merges it, and the rest is refused by name."""
+"""LoRA adapters of PEFT are merged as PEFT merges them; others are refused by name."""
 
 import copy
 import itertools
@@ -52,7 +52,7 @@ def gpt2() -> Model:
 
 @pytest.fixture
 def saved(llama: Model, tmp_path: Path) -> Path:
-    """A plain adapter, to be spoilt."""
+    """A plain adapter, for a test to damage."""
     return save(llama, tmp_path / "adapter", r=4, target_modules=ATTENTION)
 
 
@@ -91,7 +91,7 @@ def configure(directory: Path, **changes: Any) -> Path:
 
 
 def names_of(directory: Path) -> set[str]:
-    """The base tensors that an adapter's names speak of."""
+    """Return the base tensors that an adapter's names refer to."""
     return {
         re.sub(r"\.lora_[AB]\.", ".", name.removeprefix("base_model.model."))
         for name in read_header(directory / WEIGHTS)
@@ -103,7 +103,7 @@ def in_dtype(model: Any, dtype: str) -> Model:
 
 
 def arrays(model: Model) -> dict[str, np.ndarray]:
-    """A model's tensors, those that share memory with another left out as files leave them out."""
+    """Return a model's tensors without those that share memory with another, as files do."""
     found: dict[str, np.ndarray] = {}
     for name, tensor in dict(model.named_parameters()).items():
         if tensor.dtype == torch.bfloat16:
@@ -114,7 +114,7 @@ def arrays(model: Model) -> dict[str, np.ndarray]:
 
 
 def check_merged(base: Model, directory: Path) -> Adapter:
-    """Every tensor comes out as `merge_and_unload` leaves it; those that it changes are targets."""
+    """Check that tensors equal those of `merge_and_unload`, and that only targets change."""
     before = arrays(base)
     import peft  # (it takes seconds)  # noqa: PLC0415
 
@@ -134,7 +134,7 @@ def check_merged(base: Model, directory: Path) -> Adapter:
 
 
 def assert_equal(merged: np.ndarray, expected: np.ndarray) -> None:
-    """To float32's last bits; in half precision bit for bit, but for the odd value by an ulp."""
+    """Equal to float32's last bits; in half precision bit for bit, but for rare single ulps."""
     rtol, atol = 1e-6, 1e-7 * float(np.abs(expected).max())
     if merged.dtype != np.float32:
         assert np.mean(merged == expected) >= 0.999

@@ -1,4 +1,4 @@
-"""Packed weights, against the decoders of their own libraries, or their published layout."""
+"""Packed weights, compared with their libraries' decoders or the published layout."""
 
 import json
 from collections.abc import Callable
@@ -132,7 +132,7 @@ def words(values: np.ndarray, bits: int) -> np.ndarray:
 
 
 def fp8(rng: np.random.Generator, rows: int, columns: int) -> Any:
-    """As transformers decodes it."""
+    """Weights in float8, decoded by transformers."""
     weight = rng.standard_normal((rows, columns)).astype(ml_dtypes.float8_e4m3fn)
     scale = rng.uniform(0.01, 0.1, (rows // 16, columns // 16)).astype(np.float32)
     ours = torch.tensor(weight.astype(np.float32))
@@ -196,7 +196,7 @@ def by_compressed_tensors(
 
 
 def gptq(rng: np.random.Generator, rows: int, columns: int, *, offset: int = 1) -> Any:
-    """By the published layout: its library has no wheel for every machine."""
+    """Decoded by the published layout: its library has no wheel for every machine."""
     values = rng.integers(0, 16, (rows, columns))
     zeros = rng.integers(1, 16, (rows, columns // EACH))
     scale = rng.uniform(0.01, 0.1, zeros.shape).astype(np.float16)
@@ -216,7 +216,7 @@ def gptq_v2(rng: np.random.Generator, rows: int, columns: int) -> Any:
 
 
 def awq(rng: np.random.Generator, rows: int, columns: int) -> Any:
-    """By the published layout: each eight outputs are stored in the order 0 2 4 6 1 3 5 7."""
+    """Decoded by the published layout: eight outputs are stored in the order 0 2 4 6 1 3 5 7."""
     order = [0, 2, 4, 6, 1, 3, 5, 7]
     values = rng.integers(0, 16, (columns, rows))
     zeros = rng.integers(0, 16, (columns // EACH, rows))

@@ -1,4 +1,4 @@
-"""What an encoder computes, against each formula written out."""
+"""What an encoder computes, compared with each formula written out."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Encoders as they are published: what is read, what is refused, and what SAELens makes of them."""
+"""Published encoders: what is read and refused, compared with SAELens."""
 
 import json
 import os
@@ -158,7 +158,7 @@ sae.save_model(f"{folder}/saved")
 
 @pytest.mark.full
 def test_latents_are_those_of_saelens(tmp_path: Path) -> None:
-    """The suite holds them to its formulas, which tests/models/files/test_sae.py writes out."""
+    """The suite compares them with the formulas that tests/models/files/test_sae.py writes out."""
     beside = Path(sys.prefix, "saelens", "bin", "python")  # where `make` installs it
     python = os.environ.get("SPILE_SAELENS_PYTHON") or (str(beside) if beside.exists() else None)
     if not python:

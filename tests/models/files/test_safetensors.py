@@ -1,4 +1,4 @@
-"""Published safetensors files: of a file elsewhere only what is used is fetched."""
+"""Published safetensors files: only the used parts of a remote file are fetched."""
 
 import mmap
 from pathlib import Path

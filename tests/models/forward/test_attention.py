@@ -1,4 +1,4 @@
-"""Attention in packed rows: each document as if it were alone, in every implementation."""
+"""Attention in packed rows: every implementation treats each document as if it were alone."""
 
 import itertools
 from dataclasses import replace
@@ -96,7 +96,7 @@ def one_by_one(
     sinks: np.ndarray | None = None,
     slopes: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Every head of every document alone, in float64: what attention is."""
+    """The definition of attention: every head of every document alone, in float64."""
     q, k, v = (a.astype(np.float64) for a in arrays)
     group = q.shape[2] // k.shape[2]
     out = np.zeros_like(q)
@@ -133,7 +133,7 @@ def run(
 
 @each_implementation
 def test_no_chunk_of_a_document_sees_another(name: str) -> None:
-    """They count from the document's start, whatever was packed before it."""
+    """Chunks count from the document's start, whatever was packed before it."""
     rows = [[20, 9, 5], [37], [1, 36], []]
     cut = [[6, 6, 6, 2, 6, 3, 5], [6] * 6 + [1], [1] + [6] * 6, []]
     (whole, wanted), arrays = map(places, (rows, cut)), values(np.random.default_rng(6))
@@ -147,7 +147,7 @@ def test_no_chunk_of_a_document_sees_another(name: str) -> None:
 
 @each_implementation
 def test_scores_fall_with_the_distance_inside_a_document(name: str) -> None:
-    """Each head by a slope of its own; the last not at all."""
+    """Each head has its own slope; the last one has none."""
     rows = [[20, 9, 5], [37], [1, 36], []]
     segments, positions = places(rows)
     arrays = values(np.random.default_rng(5))

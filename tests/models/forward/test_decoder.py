@@ -103,7 +103,7 @@ DEEPER = ("cohere2-gqa", "llama4-gqa", "gemma4-experts", "kimilinear")
 
 
 class Context(NamedTuple):
-    """Where it lies in the batch, and its tokens."""
+    """A context: its place in the batch, and its tokens."""
 
     row: int
     start: int
@@ -139,7 +139,7 @@ def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def saved(make: Callable[..., Any], directory: Path, **changes: Any) -> tuple[Any, Checkpoint]:
-    """A random model, and what Spile makes of its files."""
+    """A random model, and the checkpoint that Spile opens from its files."""
     model = randomised(lambda: make(**changes))
     save(model, directory)
     tiny.write_tokenizer(directory)
@@ -168,7 +168,7 @@ def run(
 
 
 def error(found: np.ndarray, wanted: np.ndarray) -> float:
-    """The largest difference, over the largest value; of expert numbers, how many differ."""
+    """The largest difference over the largest value; for expert ids, the share that differs."""
     assert found.shape == wanted.shape
     if not np.issubdtype(wanted.dtype, np.floating):
         return float((found != wanted).mean())
@@ -176,7 +176,7 @@ def error(found: np.ndarray, wanted: np.ndarray) -> float:
 
 
 def error_by_token(found: np.ndarray, wanted: np.ndarray) -> float:
-    """The same with each token's own largest value, where it has several."""
+    """The same over each token's own largest value, if a token has several."""
     if wanted.ndim == 1:
         return error(found, wanted)
     rows = zip(found, wanted, strict=True)
@@ -190,7 +190,7 @@ def errors(
     shifted: bool = False,
     heads: int = 0,
 ) -> dict[str, float]:
-    """Of each tap over all contexts; controls compare a layer further on, or another head."""
+    """Errors of each tap over all contexts; controls compare the next layer, or another head."""
     worst: dict[str, float] = {}
     for context, wanted in zip(CONTEXTS, truth, strict=True):
         for tap, values in found.items():
@@ -207,7 +207,7 @@ def errors(
 
 
 def further_on(tap: str, wanted: dict[str, np.ndarray]) -> str | None:
-    """The same site in the next layer where it has the same shape."""
+    """Return the same site in the next layer that has it in the same shape."""
     site, _, layer = tap.partition(".")
     others = {name: name.partition(".") for name in wanted if layer}
     alike = [
@@ -236,7 +236,7 @@ def sites(taps: tuple[Tap, ...], *names: str) -> tuple[Tap, ...]:
 
 
 def without_pattern(taps: tuple[Tap, ...]) -> tuple[Tap, ...]:
-    """With attention weights among the taps, they are what mixes the values."""
+    """Run with attention weights among the taps, which then mix the values."""
     return tuple(tap for tap in taps if tap.site != "attn_pattern")
 
 
@@ -245,7 +245,7 @@ def truth_of(model: Any, *which: str) -> list[dict[str, np.ndarray]]:
 
 
 def assert_agrees(found: dict[str, np.ndarray], truth: list[dict[str, np.ndarray]]) -> None:
-    """The right values; and those of another layer or head would not do."""
+    """Check the values, and that those of another layer or head would fail."""
     assert not too_far(errors(found, truth))
     others = errors(found, truth, shifted=True)
     kinds = {tap: (tap.partition(".")[0], value.shape) for tap, value in truth[0].items()}
@@ -294,14 +294,14 @@ def test_attention_weights_agree_with_hf_and_mix_the_values(
 
 @pytest.mark.parametrize("name", [*ALIKE, *DEEPER])
 def test_logits_agree_with_hf(name: str, tmp_path: Path) -> None:
-    """They hang on all that the model computes."""
+    """Logits depend on everything that the model computes."""
     model, checkpoint = saved(SUPPORTED[name], tmp_path, **DEPTHS[name])
     assert not too_far(errors(run(checkpoint, (Tap("logits"),), masked), truth_of(model, "logits")))
 
 
 @cache
 def architecture(make: Callable[..., Any]) -> tuple[str, Family, Arch]:
-    """The class of a model, and what is read of its config."""
+    """Return the class of a model, and what Spile reads from its config."""
     with torch.device("meta"):
         model = make()
     config = json.loads(model.config.to_json_string())
@@ -310,7 +310,7 @@ def architecture(make: Callable[..., Any]) -> tuple[str, Family, Arch]:
 
 
 def switches(arch: Arch) -> set[tuple[str, Any]]:
-    """What a model does that is not so in every model: of numbers, whether they are the usual."""
+    """Return a model's features that others lack; for numbers, whether they are the usual ones."""
     parts = [arch, *arch.layers, *([arch.experts] if arch.experts else [])]
     return {
         (each.name, value if isinstance(value, bool | str | None) else value == each.default)
@@ -362,7 +362,7 @@ def test_every_architecture_is_tested_with_every_kind_of_heads() -> None:
 
 
 def test_the_controls_can_fail(tmp_path: Path) -> None:
-    """Where all blocks and heads are alike, the controls find no difference, and say so."""
+    """If all blocks and heads are equal, the controls find no difference, and report that."""
     model = randomised(FAMILIES["llama-mha-tied"])
     with torch.no_grad():
         for block in model.model.layers:
@@ -410,7 +410,7 @@ def test_any_mix_of_taps_gives_the_rows_of_a_full_run(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize("more", [pytest.param("", marks=FULL), "z:2"])
 def test_chosen_heads_are_those_of_the_whole_layer(more: str, tmp_path: Path) -> None:
-    """Of several layers at once, and beside a tap of all heads."""
+    """Heads of several layers at once, and beside a tap of all heads."""
     _, checkpoint = saved(SUPPORTED["llama-gqa"], tmp_path)
     text = ",".join(filter(None, ["z:0.h1+h3,z:2.h0,k:1.h1,attn_pattern:1.h2", more]))
     chosen = parse_taps(text, checkpoint.arch)
@@ -496,7 +496,7 @@ def test_only_what_is_tapped_is_loaded_and_run(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_blocks_of_several_kinds_may_end_anywhere(tmp_path: Path) -> None:
-    """Two periods of six blocks and two more: within a period, at its end, beyond it."""
+    """Two periods of six blocks and two more: taps within, at the end of, beyond a period."""
     _, checkpoint = saved(SUPPORTED["gemma3-gqa"], tmp_path, num_hidden_layers=14)
     arch = checkpoint.arch
     assert (arch.period, arch.num_layers) == (6, 14)
@@ -604,7 +604,7 @@ PACKED = [
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "which"), PACKED)
 def test_a_context_is_the_same_alone_and_packed(name: str, which: str, tmp_path: Path) -> None:
-    """(The suite compares packed rows with HF's of each context alone, to a coarser bound.)"""
+    """(The suite compares packed rows with HF's rows of each context alone, by a coarser bound.)"""
     for tap, own, alone in alone_and_packed(name, which, BLOCKED, tmp_path):
         assert error(own, alone) <= 1e-6, tap
         if tap.startswith("attn_pattern"):
@@ -636,7 +636,7 @@ def test_packing_changes_nothing_where_keys_are_summed_in_one_order(
 def alone_and_packed(
     name: str, which: str, attention: Attention, directory: Path
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Each tap's values of contexts that share a row, and of the same ones in rows of their own."""
+    """Each tap's values of contexts that share a row, and of the same contexts in separate rows."""
     _, checkpoint = saved(SUPPORTED[name], directory)
     contexts, inputs = batch(((33, 9, 14), (33,), (9,), (14,)))
     pairs = list(zip(contexts[:3], contexts[3:], strict=True))
@@ -652,7 +652,7 @@ def alone_and_packed(
 
 
 def native(checkpoint: Checkpoint) -> Attention:
-    """What `spile extract` takes here: on a GPU its packed kernel, where that fits the model."""
+    """The kernel that `spile extract` uses here: a packed one on GPUs, if it fits the model."""
     platform = jax.default_backend()
     if platform == "cpu":
         return BLOCKED
@@ -775,7 +775,7 @@ def stored_errors(
     shift: int = 0,
     measure: Callable[[np.ndarray, np.ndarray], float] = error,
 ) -> dict[str, float]:
-    """Of each tap; `shift` compares another layer."""
+    """Errors of each tap; `shift` compares another layer."""
     reference = Reference(model)
     layers = range(model.config.num_hidden_layers)
     worst: dict[str, float] = {}

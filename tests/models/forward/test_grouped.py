@@ -1,4 +1,4 @@
-"""Grouped products: where rows lie, and the Hopper kernel against the tiles."""
+"""Grouped products: the layout of rows, and the Hopper kernel compared with the tiles."""
 
 from functools import partial
 

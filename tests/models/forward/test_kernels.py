@@ -186,7 +186,7 @@ def test_each_width_of_heads_goes_to_its_own_kernel() -> None:
 @pytest.mark.parametrize("width", [256, 512])
 @pytest.mark.parametrize("name", ["plain", "window"])
 def test_heads_of_two_widths_are_the_definition_on_a_gpu(name: str, width: int) -> None:
-    """As in Gemma 4: the narrow ones by a fused kernel, the wide ones in blocks."""
+    """As in Gemma 4: a fused kernel for narrow heads, blocks for wide ones."""
     arch = arch_with(head_dim=256)
     arch = replace(arch, layers=(Layer(window=37), Layer(head_dim=512)))
     with jax.numpy_rank_promotion("allow"):  # in tokamax
@@ -226,7 +226,7 @@ def test_chunks_are_contexts_for_a_kernel_that_counts_them(
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: str) -> None:
-    """As if this process had one; its kernels cannot run, but are chosen."""
+    """Pretend that this process has such a GPU; its kernels are chosen, but cannot run."""
     device = SimpleNamespace(compute_capability=capability, platform="gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     module = SimpleNamespace(
@@ -301,7 +301,7 @@ def test_an_old_gpu_or_another_jax_takes_the_fallback_instead_of_failing(
 
 
 def test_the_private_interface_of_jax_is_where_it_was() -> None:
-    """cuDNN's packed attention has no public one; if this fails, look where it moved to."""
+    """cuDNN's packed attention is not public; if this fails, look for its new place."""
     module = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
     names = module.dot_product_attention.__code__.co_varnames
     assert {"q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "sliding_window_length"} <= {*names}

@@ -1,4 +1,4 @@
-"""Mixtures of experts against a plain loop over tokens and experts: nothing dropped or mixed up."""
+"""Mixtures of experts, compared with a plain loop over tokens and experts."""
 
 import itertools
 from typing import Any
@@ -84,7 +84,7 @@ def expert(x: np.ndarray, block: dict[str, np.ndarray], number: int, arch: Arch)
 def routed(
     x: np.ndarray, block: dict[str, np.ndarray], experts: Experts
 ) -> tuple[np.ndarray, list[int], np.ndarray]:
-    """Of one token: all scores, the chosen experts, largest first, and their weights."""
+    """Return one token's scores, its chosen experts, best first, and their weights."""
     scores = block["w_router"].astype(np.float64) @ x + block.get("b_router", 0.0)
     ids = sorted(range(len(scores)), key=lambda i: -scores[i])[: experts.chosen]
     chances = np.exp(scores) / np.exp(scores).sum()

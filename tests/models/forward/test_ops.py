@@ -1,4 +1,4 @@
-"""The arithmetic beside attention, held to HF's modules: the same casts in the same places."""
+"""The arithmetic beside attention, compared with HF's modules: the same casts in all places."""
 
 import itertools
 from functools import partial
@@ -60,7 +60,7 @@ def theirs(array: np.ndarray, dtype: str) -> torch.Tensor:
 
 
 def assert_same(found: Any, wanted: torch.Tensor, dtype: str) -> None:
-    """Equal but for rounding; in bfloat16 nearly all to the bit, which no missing cast would be."""
+    """Equal up to rounding; in bfloat16 nearly bit for bit, which a missing cast would prevent."""
     assert found.dtype == dtype
     assert wanted.dtype == DTYPES[dtype]
     a, b = np.asarray(found, np.float32), wanted.detach().float().numpy()
@@ -171,7 +171,7 @@ def test_rotation_is_hfs_and_leaves_what_it_does_not_reach(dtype: str, rotated: 
 
 
 def test_neighbours_are_rotated_as_in_glm() -> None:
-    """Of six of eight dimensions; the halves of these would give something else."""
+    """Rotates six of eight dimensions; halves of all eight would give something else."""
     q = random(2, 30, 4, 8)
     positions = np.tile(np.arange(30, dtype=np.int32), (2, 1))
     frequencies = (1e4 ** -(np.arange(0, 6, 2) / 6)).astype(np.float32)
@@ -231,7 +231,7 @@ def test_linear_is_the_matrix_as_stored_and_a_bias_over_all_tokens(shape: tuple[
 
 
 def test_after_one_large_term_a_product_keeps_the_digits_of_the_others() -> None:
-    """As it is in the rows of first tokens: further terms would each round at its size."""
+    """As in rows of first tokens: each further term would be rounded at the large one's size."""
     if jax.default_backend() != "cpu":
         pytest.skip("on a CPU products are added up in short runs")
     x, weight = random(64, 1536), random(96, 1536, seed=1)
@@ -245,7 +245,7 @@ def test_after_one_large_term_a_product_keeps_the_digits_of_the_others() -> None
     in_one = jax.jit(partial(jnp.einsum, "ti,oi->to"))(x, weight)
     in_runs = jax.jit(linear)(jnp.asarray(x), jnp.asarray(weight))
     assert error(in_runs) < 0.75 * error(in_one)
-    # what is short, and what is not float32, is one product as ever
+    # short sums, and other dtypes, are still one product
     for short in (x[:, :256], jnp.asarray(x[:, :512], jnp.bfloat16)):
         width = jnp.asarray(weight[:, : short.shape[1]], short.dtype)
         program = jax.make_jaxpr(linear)(jnp.asarray(short), width)

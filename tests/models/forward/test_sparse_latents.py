@@ -1,4 +1,4 @@
-"""The largest latents on a device, against a plain sort of all of them."""
+"""The largest latents on a device, compared with a plain sort of all latents."""
 
 from pathlib import Path
 from typing import Any

@@ -96,7 +96,7 @@ class Ours:
         return self.run("logits", changes)["logits"]
 
     def taps(self, *sites: str) -> list[Tap]:
-        """Of the first block and the last: they lie in and behind the scan, or at its ends."""
+        """Changes in the first and the last block: in and behind the scan, or at its ends."""
         layers = (None, 0, self.arch.num_layers - 1)
         # The stream that enters the first block is the embeddings; where none are added to it,
         # both are one tensor of HF's.
@@ -128,7 +128,7 @@ class Ours:
 
 @contextmanager
 def changed(model: Any, tap: Tap, make: Make) -> Iterator[None]:
-    """A tensor inside HF's model is replaced by what is made of it."""
+    """Replace a tensor inside HF's model by a function of it."""
     body = model.get_decoder()
     blocks = getattr(body, "layers", None) or body.h
     block = blocks[tap.layer or 0]
@@ -186,7 +186,7 @@ def far(found: np.ndarray, wanted: np.ndarray) -> float:
 
 
 def test_a_gate_that_is_shut_lets_nothing_pass(tmp_path: Path) -> None:
-    """Of a layer that attends and of one by the gated delta rule, which reads what is convolved."""
+    """One layer attends; the other has the gated delta rule, which reads convolved values."""
     ours = Ours(partial(FAMILIES["qwen35-gqa"], num_hidden_layers=2), tmp_path)
     shut = replaced(jnp.zeros(()))
     for tap in (Tap("attn_gate", 1), Tap("conv_out", 0)):  # (other gates: in `SHUT`)
@@ -252,7 +252,7 @@ def test_what_is_shut_inside_another_mixer_lets_nothing_pass(
 def test_changes_at_every_site_agree_with_hooks_in_hf(
     name: str, sites: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """All at once, so that one that was left out would show; as would one that came twice."""
+    """All changes at once, so that a missing or repeated one would show."""
     ours = Ours(FAMILIES[name], tmp_path)
     deltas = ours.deltas(*sites)
     assert {tap.site for tap in deltas} == {

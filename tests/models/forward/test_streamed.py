@@ -1,4 +1,4 @@
-"""Blocks come in turn: the next one sets out before the work of the one before it."""
+"""Blocks arrive in turn: the copy of each begins before the block before it computes."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ DEPTH = 5
 
 
 class Said:
-    """Blocks that are numbers, and what was done with them, in order."""
+    """Blocks that are numbers, and a record of what was done with them, in order."""
 
     def __init__(self, streamed: list[int], *, reads: bool = True, copied: bool = True) -> None:
         self.log: list[str] = []

@@ -1,4 +1,4 @@
-"""Weights on the device are those of the reference's own modules, array by array, exactly."""
+"""Weights on the device equal those of the reference's modules, array by array, exactly."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -72,7 +72,7 @@ FEW_FUSED = ("neox", "phi3-mqa", "gptoss-gqa")
 
 
 def saved(make: Callable[[], Any], directory: Path) -> tuple[Any, Checkpoint]:
-    """A random model of transformers, and what is found of it on disk."""
+    """A random model of transformers, and its checkpoint on disk."""
     model = families.randomised(make)
     families.save(model, directory)
     tiny.write_tokenizer(directory)
@@ -88,7 +88,7 @@ def load(
 
 
 def blocks_of(params: Params, arch: Arch) -> list[dict[str, np.ndarray]]:
-    """Block by block, in order: those of the scan are stacked over its cycles."""
+    """Yield weights block by block, in order; those of the scan are stacked over its cycles."""
     cycles = len(next(iter(params.cycle[0].values()))) if params.cycle else 0
     scanned = [
         {name: np.asarray(array)[cycle] for name, array in place.items()}
@@ -250,7 +250,7 @@ def test_arrays_are_those_of_the_references_modules(name: str, tmp_path: Path) -
 
 
 def numbers(arrays: Iterable[Any]) -> np.ndarray:
-    """All of them, in order of size: of random tensors, no two are alike."""
+    """Return all values, sorted: no two random tensors are alike."""
     flat = [np.asarray(array, np.float32).ravel() for array in arrays]
     return np.sort(np.concatenate(flat))
 
@@ -267,7 +267,7 @@ def learned(module: Any) -> dict[int, np.ndarray]:
 def test_every_number_of_the_reference_is_in_one_array_of_its_block(
     name: str, tmp_path: Path
 ) -> None:
-    """Whether it is the right one, tests/models/forward/test_decoder.py says tap by tap."""
+    """tests/models/forward/test_decoder.py checks tap by tap that it is the right one."""
     model, checkpoint = saved(EVERY[name], tmp_path)
     arch = checkpoint.arch
     params, _ = load(checkpoint)
@@ -406,7 +406,7 @@ def test_matrices_are_of_float8_with_scales_and_the_rest_of_bfloat16(tmp_path: P
 
 
 def test_of_experts_only_the_shared_one_is_of_float8(tmp_path: Path) -> None:
-    """So is the plain MLP of the first layer. The router's correction keeps all of its digits."""
+    """So is the plain MLP of the first layer. The router's correction is not rounded."""
     _, checkpoint = saved(EVERY["glm4moe-gqa"], tmp_path)
     schedule = LayerSchedule.of(checkpoint.arch, 4, whole=True)
     params, _ = load_params(checkpoint, schedule, head=True, dtype=jnp.dtype(jnp.float8_e4m3fn))
@@ -472,7 +472,7 @@ def test_an_adapter_of_a_fused_tensor_reaches_each_of_its_parts(tmp_path: Path) 
 
 
 def in_memory(directory: Path) -> tuple[Counting, Checkpoint]:
-    """A model as one in a bucket, which remembers what was fetched."""
+    """A model as if in a bucket, which records what was fetched."""
     objects = Counting()
     for path in directory.iterdir():
         objects.create(path.name, path.read_bytes())
@@ -523,7 +523,7 @@ def test_only_used_weights_of_a_bucket_are_fetched_and_only_once(tmp_path: Path)
 def test_of_a_tensor_in_a_bucket_a_process_fetches_the_rows_it_holds(
     array: str, index: tuple[slice, ...], share: float, tmp_path: Path
 ) -> None:
-    """Columns lie scattered: of those, all that lies between them comes, too."""
+    """Columns are scattered in the file, so everything between them is fetched, too."""
     tiny.write_model(tmp_path)
     objects, remote = in_memory(tmp_path)
     loading = ArrayLoader(remote, LayerSchedule.of(remote.arch, 1, whole=True), FLOAT32, None)

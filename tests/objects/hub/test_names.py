@@ -1,4 +1,4 @@
-"""Names of the Hub: pinned to a commit, and gone on with from a stored one."""
+"""Names of the Hub are pinned to a commit, and a resumed run uses the stored commit."""
 
 import logging
 from pathlib import Path

@@ -20,7 +20,7 @@ REPO = Repository("dataset", "me/texts")
 
 
 def download(hub: Hub, key: str) -> None:
-    """As any program does, into the cache."""
+    """Download into the cache, as other programs do."""
     huggingface_hub.hf_hub_download(
         "me/texts", key, repo_type="dataset", endpoint=hub.url, revision=sha(hub)
     )
@@ -59,7 +59,7 @@ def test_little_is_asked_of_the_hub(hub: Hub) -> None:
     asked = requests(hub)
     assert len(asked) == 4, asked  # the commit, two pages of the folder, the range
     assert path_of(f"hf://datasets/me/texts@{sha(hub)}/data").is_dir()
-    assert len(requests(hub)) == 2, "pages of what is below"
+    assert len(requests(hub)) == 2, "two pages of the folder"
 
 
 def test_large_files_come_from_elsewhere_and_the_token_does_not_go_there(
@@ -186,7 +186,7 @@ def test_a_hub_that_is_away_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatc
 def test_a_server_that_is_no_hub_is_one_line(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those are that greet everyone with a page of their own."""
+    """Like networks that answer every request with a page of their own."""
 
     def greet(self: hub_server.Handler) -> None:
         self._path = self.path

@@ -1,4 +1,4 @@
-"""Which files are which config and split: as the card says, or the files' names."""
+"""The config and split of each file, by the card or by the files' names."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The line that says how a run goes: on narrow and wide terminals, plain, and as JSON."""
+"""The progress line: on narrow and wide terminals, plain, and as JSON."""
 
 import fcntl
 import json

@@ -1,4 +1,4 @@
-"""A NaN is named by the first tap it came to, its document and token, while the unit computes."""
+"""A NaN is reported by its first tap, document and token, while the unit computes."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def unit_of(out: Path, doc: int) -> int:
 def test_tap_layer_unit_document_and_token_are_named(
     spoilt: Path, letters: Path, tmp_path: Path
 ) -> None:
-    """Though what is masked is spoilt with it: other documents of the step, too."""
+    """Although it also spoils masked values, those of other documents of the step included."""
     out = tmp_path / "out"
     message = fails(spoilt, letters, out, Runtime(write_threads=3, batch_tokens=128))
     unit, token = unit_of(out, AT), TOKEN
@@ -104,7 +104,7 @@ def test_it_is_named_by_the_tap_though_latents_are_stored(
 
 @pytest.mark.full
 def test_it_is_found_while_the_unit_computes(spoilt: Path, letters: Path, tmp_path: Path) -> None:
-    """Of one large unit only some steps run, and what was counted of them is reported."""
+    """Only some steps of a large unit run, and the values counted in them are reported."""
     out, board, counters = tmp_path / "out", tmp_path / "board", Counters()
     runtime = Runtime(batch_tokens=64, queue_depth=1, metrics=f"tensorboard:{board}")
     message = fails(spoilt, letters, out, runtime, counters, unit_tokens=100_000, pack="none")

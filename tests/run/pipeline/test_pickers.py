@@ -1,4 +1,4 @@
-"""Shares of the units: whose is whose, who helps where, and what is no share."""
+"""Shares of the units: which worker has which units, helpers, and invalid shares."""
 
 import itertools
 import threading
@@ -27,7 +27,7 @@ def units(count: int) -> list[int]:
 
 
 def taken(share: UnitShare, free: list[int], count: int) -> list[int]:
-    """The order in which one machine does them all."""
+    """Return the order in which one machine does all units."""
     left, order = list(free), []
     while (unit := share.next_of(left, count)) is not None:
         left.remove(unit)
@@ -110,7 +110,7 @@ def test_all_machines_together_leave_nothing_out_whoever_is_gone() -> None:
 def test_a_worker_waits_while_units_of_others_may_still_spend_the_budget(
     tmp_path: Path,
 ) -> None:
-    """Who ended then would exit 0 with units missing, or with 2 before the first was there."""
+    """A worker that ended here would exit 0 with units missing, or 2 before the first was done."""
     dataset = stored.build(tmp_path, ((6,), (6,), (6,)), commit=())
     each = Budget(dataset.table, dataset.ledger, None)._estimated[0]
     work = [Unit(number, number, 1, 6, ()) for number in range(3)]
@@ -193,7 +193,7 @@ def test_a_worker_alone_takes_the_units_in_order_and_seals_what_is_done(
 def test_a_group_is_sealed_by_the_worker_that_commits_its_last_unit(
     grouped: stored.Stored,
 ) -> None:
-    """A thousand workers that find it done would otherwise all read its records."""
+    """Otherwise a thousand workers that find the group done would all read its records."""
     first, second = picker_of(grouped, "a"), picker_of(grouped, "b", UnitShare(0, 1))
     assert [took(first) for _ in range(4)] == [0, 1, 2, 3]  # it has left the first group
     for unit in (0, 1, 2):
@@ -261,7 +261,7 @@ def test_a_worker_that_joins_does_not_list_groups_that_have_a_segment(
 def test_a_worker_that_moves_on_does_not_list_groups_others_finished(
     grouped: stored.Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody works in them, so that a fleet would look into each of them first."""
+    """Finished groups have no workers, so a fleet would look into each of them first."""
     picker, other = picker_of(grouped, "a"), picker_of(grouped, "b")
     assert took(picker) == 0
     for unit in range(6):

@@ -1,4 +1,4 @@
-"""`--profile`: a trace of the steps that were asked for, and what it says of them."""
+"""`--profile`: a trace of the chosen steps, and the summary of it."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""How fast a run goes, and the prediction it makes of itself: from its counters."""
+"""The rate of a run and its own prediction, from its counters."""
 
 from types import SimpleNamespace
 from typing import Any

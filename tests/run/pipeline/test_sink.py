@@ -1,4 +1,4 @@
-"""Lanes: who writes changes nothing, and where one fails what was whole before it stays."""
+"""Lanes: results do not depend on them, and after a failure complete units stay."""
 
 import logging
 import threading
@@ -33,7 +33,7 @@ def recipe(model: Path, corpus: Path, **more: Any) -> Recipe:
 
 
 def units_on_disk(out: Path) -> tuple[set[int], set[int]]:
-    """Those that are committed, and those of which there are files."""
+    """Return the committed units, and the units that have files."""
     return Ledger(open_objects(str(out))).done_units(), {unit for unit, _ in unit_files(out)}
 
 
@@ -43,7 +43,7 @@ def fails_on(
     *names: str,
     before: Callable[[str], None] = lambda key: None,
 ) -> list[str]:
-    """Shards whose key holds all `names` fail; returns the keys that were asked for, in order."""
+    """Let shards whose key holds all `names` fail; return the requested keys, in order."""
     real, asked = getattr(ShardWriter, method), []
 
     def failing(self: ShardWriter, *given: Any) -> Any:

@@ -167,7 +167,7 @@ def test_a_stop_starts_no_other_step_and_says_what_will_be_redone(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """On a CPU, where a step may take long and cannot be taken back."""
+    """On a CPU a step may take long, and cannot be taken back."""
     stop, running, ends = (threading.Event() for _ in range(3))
     started: list[int] = []
     real = Sweep.__call__

@@ -1,4 +1,4 @@
-"""Time is either the device's or lost: none of it is counted twice, or not at all."""
+"""All time is counted once, as the device's or as lost."""
 
 import dataclasses
 import threading
@@ -26,7 +26,7 @@ Start = Callable[[], StepOutput]
 
 @pytest.fixture(scope="module")
 def start() -> Start:
-    """Starts a step that takes the device some hundredths of a second."""
+    """A step that takes the device some hundredths of a second."""
     matrix = jnp.eye(256, dtype=jnp.float32)
 
     def work(matrix: jax.Array, products: jax.Array) -> jax.Array:
@@ -43,7 +43,7 @@ def start() -> Start:
 
 
 class Held:
-    """A step's end that does not come before it is let go."""
+    """The end of a step, which comes only when a test releases it."""
 
     def __init__(self, step: StepOutput) -> None:
         self._finished, self._gone = step.finished, threading.Event()

@@ -1,4 +1,4 @@
-"""int8's scales: measured once, on what comes first, and the same whoever measures."""
+"""int8's scales are measured once, on the first contexts, and equally by every worker."""
 
 from contextlib import closing
 from functools import partial
@@ -34,7 +34,7 @@ HEADROOM = 1.25
 
 @pytest.fixture(scope="module")
 def long_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Some more tokens than are looked at."""
+    """A corpus with some more tokens than are measured."""
     return tiny.write_corpus(tmp_path_factory.mktemp("corpus") / "long.jsonl", 60)
 
 
@@ -54,7 +54,7 @@ def resolved(recipe: Recipe, out: Path) -> tuple[ExtractionJob, Ledger]:
 def measure(
     recipe: Recipe, out: Path, batch_rows: int = 16
 ) -> tuple[ExtractionJob, dict[str, np.ndarray]]:
-    """As a run does before its first unit."""
+    """Measure the scales as a run does before its first unit."""
     ledger = Ledger(LocalObjects(out))
     presence = Presence(ledger.objects, Runtime().stale_after)
     context = RunContext(ledger, Runtime(), SingleWorld(), presence, Counters())

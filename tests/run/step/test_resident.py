@@ -1,4 +1,4 @@
-"""The compiled step: one shape, one compilation, and statistics of what is stored."""
+"""The compiled step: one compilation for each shape, and statistics of the stored values."""
 
 import itertools
 from collections.abc import Iterator
@@ -68,7 +68,7 @@ def by_packed_row(rows: np.ndarray, output: StepOutput) -> list[np.ndarray]:
 
 
 def scales_of(output: StepOutput, tap: str) -> np.ndarray | None:
-    """One device has all of them."""
+    """One device has all rows."""
     ((_, scales),) = output.pieces_of(tap)
     return scales
 
@@ -94,7 +94,7 @@ def test_statistics_are_those_of_the_stored_values(model: Path, store_dtype: str
 
 
 def test_a_mean_is_as_exact_as_its_values_differ_however_large_it_is(tmp_path: Path) -> None:
-    """Not as float32, in which the device adds: channels of large means would have no variance."""
+    """The device's float32 sums alone would give channels of large means no variance."""
     model = tiny.write_model(tmp_path / "model")
     tensors = tiny.random_tensors(tiny.CONFIG)
     offsets = 10.0 ** np.arange(-16, 16) * np.where(np.arange(32) % 2, 1, -1)
@@ -167,7 +167,7 @@ def test_the_rows_that_are_kept_are_those_of_a_step_that_keeps_all(model: Path) 
 
 @contextmanager
 def compilations() -> Iterator[list[str]]:
-    """Programs compiled inside."""
+    """Count the programs that are compiled inside the block."""
     compiled: list[str] = []
 
     def listen(event: str, duration_secs: float, **details: Any) -> None:
@@ -216,7 +216,7 @@ EIGHT = "embed,z:0,resid_post:0"
 
 
 def channel_scales(output: StepOutput, share: float = 0.7) -> dict[str, np.ndarray]:
-    """From the rows of a float32 step; the largest values are beyond them."""
+    """Scales from the rows of a float32 step; the largest values exceed them."""
     rows = {tap: output.rows_of(tap) for tap in output.batches[0].rows}
     return {
         tap: (share * np.abs(found).max(axis=0) / 127).astype(np.float32)
@@ -227,7 +227,7 @@ def channel_scales(output: StepOutput, share: float = 0.7) -> dict[str, np.ndarr
 def decoded(
     output: StepOutput, tap: str, scales: dict[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows as a reader decodes them, and how far from the truth each value may be."""
+    """Rows as a reader decodes them, and the allowed error of each value."""
     rows, by_row = output.rows_of(tap), scales_of(output, tap)
     if by_row is not None:
         assert rows.dtype.name == "float8_e4m3fn" and by_row.shape == (len(rows),)
@@ -326,7 +326,7 @@ COUNTS = [
 
 @pytest.mark.parametrize("store_dtype", some(["float32", "float8_e4m3"], "float8_e4m3"))
 def test_rows_leave_the_device_without_padding(model: Path, store_dtype: str) -> None:
-    """Whatever is kept of each row; and only a few lengths are ever compiled: one for all rows."""
+    """Any choice of rows works, with few compiled lengths; if all rows are kept, with one."""
     step, table = make_step(model, "embed", store_dtype), make_step(model, "embed").params
     embed = np.asarray(table.outer["embed"])
     lengths: dict[bool, set[int]] = {True: set(), False: set()}

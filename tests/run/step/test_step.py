@@ -1,4 +1,4 @@
-"""What both forms of a step share: which programs there are, and when two steps' are the same."""
+"""What both forms of a step share: their programs, and when those of two steps are equal."""
 
 import logging
 from collections.abc import Hashable

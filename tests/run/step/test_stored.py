@@ -1,4 +1,4 @@
-"""Eight bits made on the device are those that are read back."""
+"""Values that the device stores in eight bits are read back unchanged."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ TINY = np.finfo(np.float32).tiny
 
 
 def random_values(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Of 3 packed rows with 7 tokens each; rows, and values in a row, of very different size."""
+    """Values of 3 packed rows with 7 tokens each, of very different sizes."""
     rng = np.random.default_rng(seed)
     sizes = np.exp(rng.uniform(-30, 30, (3, 7))).reshape(3, 7, *[1] * len(shape))
     spread = np.exp(rng.uniform(-8, 0, (3, 7, *shape)))
@@ -25,7 +25,7 @@ def random_values(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 
 def channel_scale(values: np.ndarray) -> np.ndarray:
-    """Such that the largest value of each channel is far beyond it."""
+    """Scales that cover only half of each channel's largest value."""
     return (0.5 * np.abs(values).max(axis=(0, 1)) / 127).astype(np.float32)
 
 
@@ -38,7 +38,7 @@ def flat(values: Any) -> np.ndarray:
 def on_device(
     values: np.ndarray, dtype: str, scale: np.ndarray | None = None, *, compiled: bool = True
 ) -> list[np.ndarray | None]:
-    """Stored, scale, decoded, clipped; compiled as in a step, where conversions may be elided."""
+    """Stored, scale, decoded, clipped; compiled, since a step's compiler may elide conversions."""
 
     def run(values: jax.Array, scale: jax.Array | None) -> list[jax.Array | None]:
         made = encode_rows(values, dtype, scale)

@@ -1,4 +1,4 @@
-"""Sweeps: a model whose blocks come in turn gives the rows of one that is there as a whole."""
+"""Sweeps: a model that is streamed block by block gives the rows of a resident one."""
 
 import errno
 import os
@@ -110,7 +110,7 @@ def test_a_model_of_any_kind_can_be_swept(kind: str, corpus: Path, tmp_path: Pat
 def test_a_sweep_of_several_batches_is_the_sum_of_them(
     spilled: int, model: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever the streams of its batches wait for the next block."""
+    """The rows do not depend on where the streams of batches wait for the next block."""
     given = recipe(model, corpus, taps="resid_post:0+2")
     whole = extracted(given, tmp_path / "whole", "resident")
     real = residency.Residency

@@ -1,4 +1,4 @@
-"""The parent of a process that works: what it passes on, and what it says when that one is gone."""
+"""The parent of a working process: what it passes on, and its report when the child is gone."""
 
 import signal
 import time
@@ -19,7 +19,7 @@ JOINED = ("--coordinator", RANK.coordinator, "--num-processes", "3", "--process-
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[str], Member]]:
-    """A process whose child does nothing but what is planted in it."""
+    """A parent whose child runs only the code given here."""
     started: list[Member] = []
 
     def start(code: str) -> Member:
@@ -114,7 +114,7 @@ def test_a_world_that_nobody_else_came_to_names_who_is_missing(
 def test_a_world_that_had_begun_its_work_misses_nobody(
     start: Callable[[str], Member], tmp_path: Path
 ) -> None:
-    """The others may call the coordinator by another of its names."""
+    """Other processes may use another name of the coordinator."""
     member = start(
         "from spile.objects import open_objects\n"
         "from spile.dataset.records.heartbeat import Presence\n"

@@ -1,4 +1,4 @@
-"""Memory of devices, said or counted; a chip's peak, published or measured."""
+"""Memory of devices, reported or counted; a chip's peak, published or measured."""
 
 import os
 import subprocess
@@ -126,7 +126,7 @@ def test_a_known_chip_has_its_published_peak() -> None:
 
 
 def test_another_is_measured() -> None:
-    """By a product of two matrices: a CPU does more than a million and less than 10^15 a second."""
+    """Measured by a matrix product: a CPU does more than 10^6 and less than 10^15 FLOP/s."""
     found = peak_flops(jax.devices()[0], "float32")
     assert found and 1e6 < found < 1e15
 

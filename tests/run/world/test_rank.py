@@ -1,4 +1,4 @@
-"""Which process this is: from flags, the environment or the cluster, and what is refused."""
+"""The rank of this process, from flags, the environment or the cluster, and refusals."""
 
 import os
 import threading
@@ -38,7 +38,7 @@ JOINED = Runtime(coordinator="h0:1234", num_processes=4, process_id=1)
 
 @pytest.fixture(autouse=True)
 def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variable of the machine that runs the tests has a say."""
+    """Hide the variables of the machine that runs the tests."""
     for name in list(os.environ):
         if name in (*COORDINATOR, *PROCESSES, *PROCESS) or name.startswith(
             ("SLURM_", "OMPI_", "TPU_", "MEGASCALE_", "KUBERNETES_")
@@ -47,7 +47,7 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rank_in(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> Rank | None:
-    """What is found where no flag is given."""
+    """Find the rank without flags."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     return find_rank(Runtime(), os.environ)

@@ -1,4 +1,4 @@
-"""What processes tell each other: two worlds' ends at one real coordination service."""
+"""Exchanges between processes: two members of a world at one real coordination service."""
 
 import os
 import socket
@@ -31,7 +31,7 @@ class Pair:
     pool: ThreadPoolExecutor
 
     def both(self, call: Callable[[World], Any]) -> list[Any]:
-        """What each of them gets; they do it at the same time."""
+        """Call a function in both at the same time; return both results."""
         return list(self.pool.map(call, (self.leader, self.follower)))
 
 

@@ -29,7 +29,7 @@ _KEYWORDS = {"train": "train", "training": "train", "validation": "validation",
 _NUMBERED = re.compile(r"(.+?)[-.]\d{5}-of-\d{5}")
 _NAMELESS = ("part", "data", "shard", "chunk", "file")  # common stems of numbered files
 _CONVERTED = re.compile(r"([^/]+)/([^/]+?)(?:-part\d+)?/\d{4,}\.parquet")  # by the Hub
-_PARTIAL = "partial-"  # a split of which the Hub has converted only the beginning
+_PARTIAL = "partial-"  # a split that the Hub has converted only in part
 _CARD_BYTES = 16 << 20
 _SHOWN = 20
 

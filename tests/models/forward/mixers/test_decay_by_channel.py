@@ -1,4 +1,4 @@
-"""The gated delta rule whose keys decay channel by channel: by chunks as token by token."""
+"""The gated delta rule with decay by channel: chunks give the values of token by token."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""The gated delta rule: by chunks as token by token, and no document sees another."""
+"""The gated delta rule: chunks give the values of token by token; documents are isolated."""
 
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ def _exact() -> Any:
 
 
 def inputs(rows: int, seq: int, *, most: float = 1.0, seed: int = 0) -> list[jax.Array]:
-    """Queries, keys and values; how much is written, and the logarithm of what is kept."""
+    """Queries, keys, values, the share written, and the logarithm of the share kept."""
     rng = np.random.default_rng(seed)
     q, k = (_unit(rng.standard_normal((rows, seq, KEYS, KEY_DIM))) for _ in "qk")
     v = rng.standard_normal((rows, seq, HEADS, DIM))
@@ -96,7 +96,7 @@ def test_the_recurrence_is_that_of_transformers() -> None:
 
 
 def test_equal_keys_and_nothing_forgotten_cost_no_digits() -> None:
-    """Powers of the chunk's system then have entries of 1e17."""
+    """With such keys, powers of the chunk's system have entries of 1e17."""
     q, k, v, written, kept = inputs(1, CHUNK, most=2.0)
     k = jnp.broadcast_to(k[:, :1], k.shape)
     given = (q, k, v, jnp.ones_like(written), jnp.zeros_like(kept), jnp.ones((1, CHUNK), jnp.int32))
@@ -132,7 +132,7 @@ def mixed(x: jax.Array, segments: jax.Array, arch: Arch = ARCH) -> dict[str, jax
 
 
 def test_a_document_is_the_same_alone_wherever_it_begins_in_a_chunk() -> None:
-    """With its convolution and its states; a row for every place of the border."""
+    """Checks the convolution and the states; one row for every place of the border."""
     length, seq = CHUNK + 9, 3 * CHUNK + 9
     starts = CHUNK + np.arange(CHUNK)  # a chunk of another document comes before
     rng = np.random.default_rng(1)

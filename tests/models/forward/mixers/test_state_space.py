@@ -1,4 +1,4 @@
-"""State spaces: by chunks as token by token, and no document sees another."""
+"""State spaces: chunks give the values of token by token; documents are isolated."""
 
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,7 @@ def _exact() -> Any:
 
 
 def inputs(rows: int, seq: int, seed: int = 0) -> list[jax.Array]:
-    """Queries, keys and values; and the logarithm of what is kept."""
+    """Queries, keys, values, and the logarithm of the share kept."""
     rng = np.random.default_rng(seed)
     q, k = (rng.standard_normal((rows, seq, GROUPS, STATE)) for _ in "qk")
     v = rng.standard_normal((rows, seq, HEADS, DIM))
@@ -111,7 +111,7 @@ def a_block(layer: int, seed: int = 0) -> dict[str, jax.Array]:
 
 @partial(jax.jit, static_argnames="arch", compiler_options=quick.OPTIONS)
 def mixed(x: jax.Array, segments: jax.Array, arch: Arch = ARCH) -> dict[str, jax.Array]:
-    """The values inside and behind both mixers, each of which reads the same."""
+    """The values inside and behind both mixers, which read the same input."""
     out, inside = mixer.state_space(x, a_block(0), segments, arch, in_block({}), shards=None)
     convolved, others = short_convolution(x, a_block(1), segments, in_block({}))
     return {
@@ -121,7 +121,7 @@ def mixed(x: jax.Array, segments: jax.Array, arch: Arch = ARCH) -> dict[str, jax
 
 
 def test_a_document_is_the_same_alone_wherever_it_begins_in_a_chunk() -> None:
-    """With its convolutions and its states; a row for every place of the border."""
+    """Checks the convolutions and the states; one row for every place of the border."""
     length, seq = CHUNK + 9, 3 * CHUNK + 9
     starts = CHUNK + np.arange(CHUNK)  # a chunk of another document comes before
     rng = np.random.default_rng(1)
