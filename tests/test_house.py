@@ -14,7 +14,7 @@ TESTS = Path(__file__).parent
 MODULES = sorted(path.relative_to(SOURCES) for path in SOURCES.rglob("*.py"))
 JAX = ("models/forward/", "run/", "compile/", "interop/jax_loader.py")
 
-# Modules whose behaviour another file states: what they do shows only with others beside them.
+# Modules that another file tests, because their behaviour shows only together with others.
 EXEMPT = {
     "check/hf_modules.py": "check/test_reference.py",
     "check/load.py": "check/test_compare.py",

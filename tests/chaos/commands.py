@@ -209,7 +209,7 @@ def _commands(model: Path, folder: Path) -> list[Command]:
             )
             for form in _EXPORTED
         ),
-        # (No witness looks on: a repair replaces records, and what it makes is compared.)
+        # (No witness of commits: a repair replaces records, and its result is compared.)
         Command(
             "repair",
             lambda at: ["verify", at / "out", "--repair"],

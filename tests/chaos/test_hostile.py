@@ -82,7 +82,7 @@ def test_a_document_of_any_size_is_passed_over_and_counted(
     path.unlink()
     assert (found["read"], found["skipped"]) == (2, {"over --max-doc-bytes": 1})
     assert found["digest"] == digest_of({0: "one", 2: "three"})
-    # Of lines a few chunks are held; of Parquet a page, a dictionary, and the value from it.
+    # Memory holds a few chunks of lines; for Parquet a page, a dictionary and a value from it.
     size = pieces * len(PIECE)
     assert found["took"] < (5 * size if kind == "parquet" else min(80 << 20, size)), found
 

@@ -89,7 +89,7 @@ def test_workers_killed_on_a_failing_hub_lose_and_double_nothing(
         victim.kill()
         _, err = victim.communicate()
         assert victim.returncode in (0, -signal.SIGKILL), err
-        if kill == 0:  # another model and other documents: not what was begun
+        if kill == 0:  # another model and other documents than those of the run
             hub.publish("models/me/llama", {"config.json": b"{}"})
             hub.publish("me/texts", {"sample/000.parquet": tables["sample/001.parquet"]})
         workers.append(start())

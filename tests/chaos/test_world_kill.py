@@ -148,7 +148,7 @@ def killed_until_done(
             survivors = [member for member in world.members if member is not lost]
             codes = world.wait_for(survivors, seconds)
             for member, code in zip(survivors, codes, strict=True):
-                # Who had only to leave may have left; who had not come yet finds nobody there.
+                # One that was about to leave may have left; one that comes later finds nobody.
                 left = code == 0 and (out / "manifest.json").exists()
                 alone = code == 2 and "not reached within" in member.last_line
                 assert left or alone or code == ABORTED, world.said()

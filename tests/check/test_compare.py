@@ -651,7 +651,7 @@ def test_a_tap_that_no_fault_would_show_in_is_unclear_and_not_ok(
         block.self_attn.o_proj.weight.zero_()
         block.mlp.down_proj.weight.zero_()
     write(tmp_path / "model", model)
-    # those of another test, whose program it is, too
+    # the sizes of another test, so that both share a program
     out = extract(tmp_path / "out", tmp_path / "model", texts, LORA_TAPS, compute_dtype="float32")
     report = check(str(out))
     assert {name for name, tap in report.taps.items() if not tap.ok} == {"resid_post.0"}

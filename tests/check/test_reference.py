@@ -37,7 +37,7 @@ FEW = ("llama-mqa-bias", "mistral-window", "qwen2-window", "qwen3-mqa", "gemma-g
        "gemma3-gqa", "gpt2", "neox", "neox-sequential", "phi3-longrope-partial", "olmo2-gqa",
        "mixtral-mqa-window", "qwen3moe-mqa-mixed", "gptoss-gqa", "starcoder2-gqa",
        "stablelm-mqa-parallel-qknorm")  # fmt: skip
-# Of a module: all questions about one model come one after the other, to one process.
+# Scope "module": all tests of one model run one after the other, in one process.
 # The arithmetic below knows these; others are held to HF's own outputs, and to sums.
 OTHERS = (
     "apertus", "bloom", "cohere", "dots1", "ernie45", "exaone4", "falcon", "glm", "gptbigcode",

@@ -39,7 +39,7 @@ TYPED = {
 FINEWEB = "--corpus HuggingFaceFW/fineweb-edu:sample-10BT:train"
 NESTED = "GridShapeEncoder(RowNumberEncoder(MinimalGridEncoder()))"
 LOCAL = "--deployment local --gcs_bucket B"
-# Of each flag: a line that uses it, and what it makes of it (nothing: a note).
+# For each flag a line that uses it, and its translation (empty: only a note).
 RAN = {
     "model_path": ("--model_path M", "--model M"),
     "max_seq_length": ("--max_seq_length 512", "--seq-len 512 --long-docs truncate"),

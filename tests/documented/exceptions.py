@@ -217,7 +217,7 @@ COMMANDS = (
             "need a process of its own: held against what it prints, beside this", parses),
 )  # fmt: skip
 
-# Blocks that are no commands: page, how the first line begins, and what they are.
+# Blocks that are not commands: the page, how the first line begins, and their contents.
 NO_COMMANDS = {
     ("docs/architecture.md", "corpus ─►"): "a drawing",
     ("docs/architecture.md", "cli"): "the order of dependencies",

@@ -88,7 +88,7 @@ def without_head(value: torch.Tensor) -> Hook:
 Modules = Callable[[Any], Any]
 BLOCK: Modules = lambda model: model.model.layers[1]  # noqa: E731
 Z: Modules = lambda model: model.model.layers[1].self_attn.o_proj  # noqa: E731
-# What is given, the module of HF's whose output (or input, if it is `Z`) is changed, and how.
+# The flag, HF's module whose output (or input, if it is `Z`) is changed, and the change.
 BUILT_IN: dict[str, tuple[str, Modules, Callable[[Path], Hook]]] = {
     "zero a head": ("zero:z.1.h3", Z, lambda _: without_head(torch.zeros(HEAD))),
     "zero a tap": (

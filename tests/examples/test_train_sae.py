@@ -32,7 +32,7 @@ OPTIONS = [
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("dataset")
     recipe = spile.Recipe(
-        # (Random: one of those whose loss rises when they are changed.)
+        # (A random one of those that raise the loss when they are changed.)
         model=str(tiny.write_model(folder / "model", seed=5)),
         corpus=str(tiny.write_corpus(folder / "docs.jsonl", 60)),
         taps=TAP, seq_len=64, store_dtype="float8_e4m3",

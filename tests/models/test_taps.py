@@ -55,7 +55,7 @@ DELTA_SITES = {"conv_out", "delta_state_norm"}
 ATTENTION_SITES = {"q", "k", "v", "q_rot", "k_rot", "attn_pattern"}
 SPACE_SITES = {"ssm_in", "ssm_read", "ssm_gate", "ssm_z", "ssm_out"}
 CONVOLUTION_SITES = {"conv_in", "conv_gate"}
-# Of families with state spaces or short convolutions: what each of three blocks is made of.
+# The parts of each of three blocks, in families with state spaces or short convolutions.
 BLOCKS = {
     "mamba2": ("space",) * 3,
     "bamba": ("space mlp", "space mlp", "attention rotary mlp"),

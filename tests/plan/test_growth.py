@@ -227,7 +227,7 @@ def test_who_comes_second_continues_with_the_same_or_says_what_differs(
     assert store_table(same, growing.ledger).table == table
     with pytest.raises(StoreError, match="another process has added other documents meanwhile"):
         store_table(other, growing.ledger)
-    # Who knows nothing of the new files goes on with what it knows.
+    # A worker that does not know the new files continues with the old ones.
     assert store_table(old, growing.ledger).table == base
 
 

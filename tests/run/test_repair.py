@@ -239,7 +239,7 @@ def test_damaged_units_of_a_pass_are_made_again_in_its_folder(out: Path, begun: 
     own = {key: data for key, data in before.items() if not str(key).startswith(fmt.PASSES)}
     assert own == {k: d for k, d in files(out).items() if not str(k).startswith(fmt.PASSES)}
     assert ledger.derived.read_manifest(ledger.layout) is not None
-    # The verb drops, and `gc` removes what is left.
+    # The verb drops the pass, and `gc` removes its files.
     said = run("drop", out, "--taps", "mlp_out.0")
     assert said.code == 0 and "dropped mlp_out.0; `spile gc" in said.out
     assert len(run("gc", out, "--json").json["removed"]) > 8

@@ -18,7 +18,7 @@ from spile.dataset.format import Shard
 from spile.objects import MemoryObjects
 
 COUNT = 40
-_pools: list[pa.MemoryPool] = []  # never freed: what was allocated in one may outlive the test
+_pools: list[pa.MemoryPool] = []  # never freed, since its allocations may outlive the test
 
 
 @pytest.fixture(scope="module")

@@ -123,7 +123,7 @@ def test_slices_that_stand_still_have_failed_are_done_or_never_came(
         assert "last beat" in lines[still.name] and "about" not in lines[still.name]
         assert "share 3/4  not started" in text
 
-        # Who looks for the first time cannot know that: only how old the record says it is.
+        # The first look cannot know that: it knows only the age that the record states.
         once = read_status(unfinished.objects)
         assert once.state == "running"
         (line,) = (w for w in status_text("acts", once).splitlines() if still.name in w)

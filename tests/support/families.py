@@ -272,7 +272,7 @@ def _family(config: str, model: str, base: dict[str, Any]) -> Callable[..., Call
                 merged |= part
             if "layer_types" in merged:
                 merged["layer_types"] = merged["layer_types"][: merged["num_hidden_layers"]]
-            # configs write into what they are given
+            # configs modify their arguments
             made = getattr(transformers, config)(**deepcopy(merged))
             return getattr(transformers, model)(made)
 
@@ -763,9 +763,9 @@ def _distribution(module: Any, name: str, parameter: torch.Tensor) -> tuple[floa
         return 1.0, 0.3
     if kind.endswith("NormGated"):
         return 1.0, 0.3
-    if kind == "Gemma4TextRouter" and parameter.ndim == 1:  # what is divided by the width's root
+    if kind == "Gemma4TextRouter" and parameter.ndim == 1:  # divided by the width's root
         return (parameter.shape[0] ** 0.5 if name == "scale" else 1.0), 0.3
-    if kind == "Conv1d":  # what is read of small values is small beside the norm's epsilon
+    if kind == "Conv1d":  # small values would be small beside the norm's epsilon
         return 0.0, 0.15
     if name == "A_log":
         return -2.0, 2.0  # states of which little, or nearly all, is left after a token

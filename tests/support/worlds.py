@@ -88,7 +88,7 @@ class Member:
 
     @staticmethod
     def _read(file: IO[str]) -> str:
-        # By its name: reading through the file itself would move where the process writes.
+        # Open it by name: reading through the same file would move the process's position.
         return Path(f"/proc/self/fd/{file.fileno()}").read_text()
 
     def end(self) -> None:

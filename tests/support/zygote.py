@@ -50,7 +50,7 @@ class _Server:
     def __init__(self, environment: dict[str, str]) -> None:
         self.settled = _settled(environment)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        if library := faults.library():  # children may arm it; what they start does not have it
+        if library := faults.library():  # a child may set it, and not pass it on
             environment = {**environment, "LD_PRELOAD": library}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "support.zygote", str(theirs.fileno())],
@@ -183,7 +183,7 @@ def _serve(connection: socket.socket) -> None:
             importlib.import_module(found.name)
     importlib.import_module("spile.cli").make_parser()
     gc.collect()
-    gc.freeze()  # a collection in a child need not touch, and so copy, what is shared
+    gc.freeze()  # so that a collection in a child does not touch, and copy, shared memory
     ends: dict[int, int] = {}
     wake, woken = os.pipe()
     os.set_blocking(woken, False)

@@ -78,7 +78,7 @@ COUNTED = {
 }
 
 
-# Hangs over the chats whose first message says so.
+# Hangs at chats whose first message asks for it.
 SOMETIMES = "{% if messages[0].content == 'hang' %}" + SLOW["lists compared"] + "{% endif %}ok"
 
 

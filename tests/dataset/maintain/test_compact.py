@@ -27,7 +27,7 @@ from spile.objects import LocalObjects, Objects, open_objects
 from support import servers, stored, tiny, zygote
 from support.marks import some
 
-# Of a document: all but where its rows lie in its unit, which `verify` holds against the index.
+# Columns of a document without its place in its unit, which `verify` compares with the index.
 TOLD = ("doc", "tokens", "rows", "skipped", "preview")
 COUNTS = ("fingerprint", "rows", "tokens", "documents", "skipped")
 

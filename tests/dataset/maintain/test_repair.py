@@ -163,7 +163,7 @@ def test_what_is_made_must_be_that_unit(dataset: stored.Stored, tmp_path: Path) 
     with pytest.raises(StoreError, match="unit 1, made again, is not the same .index"):
         made(other, repair)
     assert dataset.objects.get(fmt.CURRENT.done_key(DAMAGED)) == old
-    (dataset.path / fmt.CURRENT.done_key(DAMAGED)).unlink()  # then the manifest says what it was
+    (dataset.path / fmt.CURRENT.done_key(DAMAGED)).unlink()  # then the manifest tells its digest
     with pytest.raises(StoreError, match="unit 1, made again, is not the same .index"):
         made(other, begin(dataset.objects))
 

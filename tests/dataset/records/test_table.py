@@ -215,7 +215,7 @@ def test_a_share_that_is_no_number_is_refused(tmp_path: Path, kept: Any) -> None
         ledger.table()
 
 
-# As version 0.1.0 wrote it: its checksum is right, and its taps have widths alone.
+# As version 0.1.0 wrote it: the checksum is right, but taps have only widths.
 FORMAT_1 = {
     "checksum": "b71051ceff67a4efb8ff086c564f094f",
     "files": [{"identity": "12-ab", "path": "/corpora/tiny.jsonl"}],

@@ -23,7 +23,7 @@ from support.marks import some
 
 Run = Callable[..., tuple[Path, Exported]]
 TAPS = "resid_post:all"
-DENSE = [to for to in FORMATS if to != "delphi"]  # whose own tests are those of latents
+DENSE = [to for to in FORMATS if to != "delphi"]  # tests of latents cover it
 
 
 def names(directory: Path) -> list[str]:

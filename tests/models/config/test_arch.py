@@ -23,7 +23,7 @@ FULL, SLIDING = Layer(), Layer(window=8)
         ([SLIDING, SLIDING, FULL] * 2 + [SLIDING], 3),
         ([FULL, SLIDING, Layer(rope=1)], 3),
         ([FULL, Layer(rope=1)], 2),
-        ([FULL] + [SLIDING] * 5, 1),  # what comes before them stands apart
+        ([FULL] + [SLIDING] * 5, 1),  # the blocks before them are separate
     ],
 )
 def test_a_period_is_the_shortest_run_of_kinds_that_repeats(
@@ -56,7 +56,7 @@ def test_blocks_before_those_that_repeat_are_as_few_as_can_be(
     ("layers", "found"),
     [
         ([SLIDING, FULL] * 3, (0, 2, 0)),
-        ([SLIDING, FULL, SLIDING], (0, 2, 0)),  # a period that is begun is none of them
+        ([SLIDING, FULL, SLIDING], (0, 2, 0)),  # an incomplete period does not count
         ([FULL, FULL, SLIDING], (0, 1, 1)),
         ([SLIDING] * 3 + [FULL] + [SLIDING] * 3 + [FULL, SLIDING, FULL], (0, 4, 1)),
         ([FULL] * 9 + [SLIDING, FULL] * 4 + [SLIDING], (8, 2, 0)),

@@ -110,7 +110,7 @@ def test_names_are_not_given_twice() -> None:
     for family in FAMILIES:
         for name in family.architectures:
             rows.setdefault(name, []).append(family)
-    # Of several rows for one class, all but the last say when they hold.
+    # If a class has several rows, all but the last have a condition.
     assert all(family.when for several in rows.values() for family in several[:-1])
     assert not [several for several in rows.values() if len(several) == 1 and several[0].when]
 

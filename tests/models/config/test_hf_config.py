@@ -827,7 +827,7 @@ NOT_DROPPED = {
 @pytest.mark.parametrize("family", some(OF_FAMILY, *READ_APART))
 def test_a_key_that_is_missing_means_what_transformers_assumes(family: str) -> None:
     whole = published(OF_FAMILY[family])
-    # Of Hunyuan, transformers has no heads' width then.
+    # In that case transformers' Hunyuan config has no head_dim.
     kept = NOT_DROPPED | ({"head_dim"} if family == "hunyuan_v1_dense" else set())
     for key in sorted(set(decoder_part(whole)) - kept):
         values = copy.deepcopy(whole)

@@ -342,7 +342,7 @@ def test_every_architecture_is_tested_with_every_kind_of_heads() -> None:
     queries_per_key: dict[str, set[int]] = {}
     for name, _, arch in map(architecture, SUPPORTED.values()):
         queries_per_key.setdefault(name, set()).add(arch.num_heads // arch.num_kv_heads)
-    # those without the choice, and those whose decoder is another's
+    # families without the choice, and families that share a decoder
     own = ("GPT2LMHeadModel", "GPTNeoXForCausalLM", "GPTJForCausalLM", "OPTForCausalLM",
            "BloomForCausalLM", "GPTNeoForCausalLM", "MptForCausalLM", "DeepseekV2ForCausalLM",
            "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "Mamba2ForCausalLM",

@@ -10,7 +10,7 @@ import pytest
 from spile.models.files.demo import demo_model
 from support.families import FAMILIES
 
-# Of HF's own distance. Both are sums of roundings, so that neither is the smaller one everywhere.
+# Relative to HF's own distance. Both are sums of roundings, so neither is always smaller.
 MOST = 1.5
 COPIED = ("embed", "resid_pre.0")  # of a model that scales no embeddings
 ARCHITECTURES = (
@@ -31,7 +31,7 @@ def exactness() -> ModuleType:
     return module
 
 
-@pytest.mark.full  # tests/models/forward/test_ops.py holds what it depends on
+@pytest.mark.full  # tests/models/forward/test_ops.py tests what it depends on
 @ON_A_CPU
 def test_the_demo_model_is_as_near_to_float64_as_hf(exactness: ModuleType) -> None:
     contexts = exactness.demo_contexts(8, 128)

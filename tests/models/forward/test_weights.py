@@ -63,7 +63,7 @@ VARIANTS = {
 }
 # One of each way in which blocks are held: before the scan, in it, after it; numbers by block.
 FEW_COUNTED = ("gemma4-gqa",)
-# those whose tensors differ in names or number
+# families whose tensors differ in names or number
 FEW = ("llama-mqa-bias", "gemma2-gqa", "gemma3-multimodal", "gpt2-inner-untied",
        "neox-tied-unbiased", "phi3-gqa", "mixtral-gqa", "gptoss-gqa")  # fmt: skip
 FLOAT32 = jnp.dtype(jnp.float32)

@@ -66,7 +66,7 @@ class Watched:
 
     def wait(self, steps: int) -> None:
         self.reach(steps)
-        self.clock.close()  # what is counted after the tokens is counted now
+        self.clock.close()  # values that are counted after the tokens are counted now
 
     def reach(self, steps: int) -> None:
         deadline = time.monotonic() + 30
