@@ -110,6 +110,14 @@ def test_types_are_strict_but_where_a_library_leaves_them_unknown() -> None:
             assert all(re.match("reportUnknown|reportMissingTypeStubs", r) for r in rules), module
 
 
+def test_loggers_are_named_by_their_folder() -> None:
+    """So that one area can be silenced; the progress line has a logger of its own."""
+    for module in MODULES:
+        text = (SOURCES / module).read_text()
+        for area in re.findall(r'getLogger\("spile([^"]*)"\)', text):
+            assert area in (f".{module.parts[0]}", ".progress"), module
+
+
 def test_every_module_says_what_it_holds() -> None:
     silent = [m for m in MODULES if m.stem != "__init__" and not ast.get_docstring(tree(m))]
     assert silent == []
