@@ -94,7 +94,10 @@ def test_paths_are_changed_and_nothing_else(folder: Path) -> None:
             "replace-with-sae:resid_post.1={}/sae",
             "reads rows of 16 values, but resid_post.1 has 32",
         ),
-        ("replace-with-sae:resid_post.1={}", "--splice replace-with-sae .*: has none of the files cfg.json"),
+        (
+            "replace-with-sae:resid_post.1={}",
+            "--splice replace-with-sae .*: has none of the files cfg.json",
+        ),
         ("replace-with-sae:z.1.h0={}/sae", "an autoencoder reads all heads together"),
         ("{}/own.py:nothing", "returned a int, not a dictionary of changes"),
         ("{}/own.py:late", "ZeroDivisionError: division by zero"),

@@ -87,7 +87,7 @@ def test_nothing_is_left_behind_and_nothing_is_there_before(
     found, cost = rehearsed(recipe, tmp_path / "deep" / "er" / "out", 0.01)
     assert os.listdir(tmp_path / "deep") == []
     assert found.rate > 0 and found.processor > 0
-    assert found.starting >= found.loading > 0
+    assert found.starting > 0
     told = measured(found, cost)
     assert told.seconds == pytest.approx(found.starting + cost.remaining_tokens / found.rate)
     assert told.compiling == found.compiling and told.measured

@@ -42,67 +42,51 @@ _NOTHING_IS_OVERWRITTEN = (
     "the same command resumes what --out holds; for a new dataset give a new --out (or add "
     "--restart while no row is stored)"
 )
-# Flags of other tools, and the flags to use here. They are suggested, not accepted.
+# Flags of other tools, by what to use here. They are suggested, not accepted.
 _INSTEAD = {
-    "--batch-size": "use --batch-tokens N, which counts tokens of all contexts together",
-    "--chat-template": "use --template FILE",
-    "--context-size": "use --seq-len N",
-    "--data": "use --corpus X",
-    "--dataset": "use --corpus X",
-    "--dataset-name": "use --corpus X",
-    "--device": "set it in the environment: JAX_PLATFORMS=cpu, cuda or tpu",
-    "--dtype": "use --store-dtype for stored values, --compute-dtype for the model's arithmetic",
-    "--force": _NOTHING_IS_OVERWRITTEN,
-    "--hook": "use --taps SITE:LAYERS, e.g. --taps resid_post:12",
-    "--hook-name": "use --taps X, e.g. --taps blocks.12.hook_resid_post",
-    "--hook-point": "use --taps X, e.g. --taps blocks.12.hook_resid_post",
-    "--layer": "use --taps SITE:LAYERS, e.g. --taps resid_post:12",
-    "--layers": "use --taps SITE:LAYERS, e.g. --taps resid_post:8-12",
-    "--limit": "use --max-docs N or --max-tokens N",
-    "--max-length": "use --seq-len N",
-    "--max-samples": "use --max-docs N",
-    "--model-name": "use --model X",
-    "--model-name-or-path": "use --model X",
-    "--model-path": "use --model X",
-    "--num-samples": "use --max-docs N",
-    "--num-workers": "use --threads N",
-    "--output": "use --out DIR",
-    "--output-dir": "use --out DIR",
-    "--overwrite": _NOTHING_IS_OVERWRITTEN,
-    "--prepend-bos": "use --special-tokens bos",
-    "--precision": "use --compute-dtype X",
-    "--resume": _NOTHING_IS_OVERWRITTEN,
-    "--seq-length": "use --seq-len N",
-    "--shard-size": "use --shard-bytes SIZE",
-    "--shuffle": "use --shuffle-docs SEED for the order of units, or `spile shuffle` for rows",
-    "--sites": "use --taps SITE:LAYERS, e.g. --taps resid_post:12",
-    "--split": "use --corpus owner/name:config:split",
-    "--text-field": "use --text-column X",
-    "--tokens": "use --max-tokens N",
+    f"--{flag}": hint
+    for hint, flags in {
+        "use --batch-tokens N, which counts tokens of all contexts together": "batch-size",
+        "use --template FILE": "chat-template",
+        "use --seq-len N": "context-size max-length seq-length",
+        "use --corpus X": "data dataset dataset-name",
+        "set it in the environment: JAX_PLATFORMS=cpu, cuda or tpu": "device",
+        "use --store-dtype for stored values, --compute-dtype for the model's arithmetic": "dtype",
+        _NOTHING_IS_OVERWRITTEN: "force overwrite resume",
+        "use --taps X, e.g. --taps blocks.12.hook_resid_post": "hook-name hook-point",
+        "use --taps SITE:LAYERS, e.g. --taps resid_post:12": "hook layer sites",
+        "use --taps SITE:LAYERS, e.g. --taps resid_post:8-12": "layers",
+        "use --max-docs N or --max-tokens N": "limit",
+        "use --max-docs N": "max-samples num-samples",
+        "use --model X": "model-name model-name-or-path model-path",
+        "use --threads N": "num-workers",
+        "use --out DIR": "output output-dir",
+        "use --special-tokens bos": "prepend-bos",
+        "use --compute-dtype X": "precision",
+        "use --shard-bytes SIZE": "shard-size",
+        "use --shuffle-docs SEED for the order of units, or `spile shuffle` for rows": "shuffle",
+        "use --corpus owner/name:config:split": "split",
+        "use --text-column X": "text-field",
+        "use --max-tokens N": "tokens",
+    }.items()
+    for flag in flags.split()
 }
-
-
-# Verbs of other tools, and ours.
+# Verbs of other tools, by ours.
 _VERBS = {
-    "audit": "verify",
-    "cat": "ls",
-    "clean": "gc",
-    "cost": "plan",
-    "download": "fetch",
-    "estimate": "plan",
-    "info": "status",
-    "inspect": "serve",
-    "list": "ls",
-    "open": "serve",
-    "prune": "gc",
-    "resume": "extract",
-    "run": "extract",
-    "show": "status",
-    "test": "check",
-    "ui": "serve",
-    "upload": "push",
-    "validate": "verify",
-    "view": "serve",
+    other: verb
+    for verb, others in {
+        "check": "test",
+        "extract": "resume run",
+        "fetch": "download",
+        "gc": "clean prune",
+        "ls": "cat list",
+        "plan": "cost estimate",
+        "push": "upload",
+        "serve": "inspect open ui view",
+        "status": "info show",
+        "verify": "audit validate",
+    }.items()
+    for other in others.split()
 }
 
 

@@ -37,7 +37,6 @@ class Rehearsal:
     """Measured times in seconds, and the rate in tokens per second."""
 
     rate: float
-    loading: float
     compiling: float
     starting: float  # until the first step: loading, reading the first unit, compiling
     processor: float  # CPU seconds per token, over all cores
@@ -96,7 +95,6 @@ def rehearse(
         return None
     return Rehearsal(
         rate=rate,
-        loading=counters["loading"],
         compiling=counters["compiling"],
         starting=counters["waited_at_first"] + counters["waited_for_model"],
         processor=timer.processor,

@@ -23,7 +23,6 @@ KERNELS = {
     "splash": "jax's splash attention, for TPUs",
     BLOCKED: "blocks of plain products, anywhere",
 }
-CHOICES = ("auto", *KERNELS)
 _MOST_HEAD_DIM = 256
 _LANES = 128  # tokens of a row must fill them, on a TPU
 
@@ -34,10 +33,6 @@ class KernelChoice:
 
     name: str
     passed_over: Mapping[str, str]
-
-    @property
-    def fused(self) -> bool:
-        return self.name != BLOCKED
 
     @property
     def why(self) -> str:

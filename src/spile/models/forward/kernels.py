@@ -59,7 +59,7 @@ def for_platform(
 
     Args:
         contexts: the most contexts in a row, for kernels that need a fixed number.
-        wanted: the kernel to use (`kernel_choice.CHOICES`).
+        wanted: the kernel to use (one of `kernel_choice.KERNELS`), or auto.
     """
     choices = chosen_kernels(platform, arch, dtype, seq_len, wanted)
     _tell(platform, choices)
