@@ -19,7 +19,7 @@ from spile.check import compare, load, reference
 from spile.check.compare import CheckReport, check
 from spile.cli.model import check_text
 from spile.core.config import Recipe
-from spile.core.errors import CorruptError, DriftError, InputError, StoreError
+from spile.core.errors import ConfigError, CorruptError, DriftError, InputError, StoreError
 from spile.core.tensors import read_header
 from spile.dataset import format as fmt
 from spile.dataset.maintain.gc import collect_garbage
@@ -835,7 +835,7 @@ def test_without_transformers_the_error_says_what_to_install(
     missing: str, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(ConfigError) as caught:
         check(str(small))
     message = str(caught.value)
     assert missing in message and message.endswith("pip install 'spile[check]'")
@@ -894,6 +894,6 @@ def test_without_peft_an_adapters_dataset_cannot_be_checked(
         tmp_path / "out", llama, texts, "embed", lora=str(adapter), compute_dtype="float32"
     )
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(InputError, match="pip install peft$") as caught:
+    with pytest.raises(ConfigError, match="pip install peft$") as caught:
         check(str(out))
     assert "\n" not in str(caught.value)

@@ -234,7 +234,9 @@ def test_a_files_identity_is_that_of_its_bytes(server: Server, tmp_path: Any) ->
 def test_without_a_client_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     for url in ("https://host/x.jsonl", "hf://datasets/me/texts/x.jsonl"):
-        with pytest.raises(ConfigError, match=r"need huggingface_hub .*pip install 'spile\[hub\]'"):
+        with pytest.raises(
+            ConfigError, match=r"needs huggingface_hub .*pip install 'spile\[hub\]'"
+        ):
             path_of(url).is_file()
 
 

@@ -22,9 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from spile.check.load import References, Taps, load_references, require, versions
+from spile.check.load import References, Taps, load_references, versions
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError, StoreError
+from spile.core.libraries import import_library
 from spile.core.recipe import latent_names
 from spile.dataset import format as fmt
 from spile.dataset.read.dataset import Dataset, Document
@@ -154,7 +155,8 @@ def check(out: str, *, samples: int = 4, recipe: Recipe | None = None) -> CheckR
         InputError: if transformers (or, for an adapter, peft) is not installed.
             StoreError: if the index's tokens differ from those of the corpus.
     """
-    require("transformers", "torch")
+    for name in ("transformers", "torch"):
+        import_library(name, "check, which compares with HF transformers,", "'spile[check]'")
     ledger = Ledger(open_objects(out))
     stored = ledger.table()  # raises a clear error if there is no dataset
     if any(each.startswith(FUNCTION) for each in stored.recipe.splice):

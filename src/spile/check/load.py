@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from spile.core.config import activation_dtype
-from spile.core.errors import InputError
+from spile.core.libraries import import_library
 from spile.core.system import available_memory
 from spile.models.files.sae import Arrays
 from spile.models.splices import Splice
@@ -115,8 +115,7 @@ def _reference(job: ExtractionJob, dtype: str) -> Any:
             folder, dtype=getattr(torch, dtype), local_files_only=True
         )
     if adapter:
-        require("peft", install="peft")
-        peft = importlib.import_module("peft")
+        peft = import_library("peft", "check of an adapter", "peft")
         with local_copy(adapter.directory) as folder:
             model = peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -133,17 +132,6 @@ def _changes(splices: Sequence[Splice]) -> dict[str, Callable[[np.ndarray], np.n
         return reduce(lambda found, each: each[0].apply(each[1], found), some, values)
 
     return {tap: partial(changed, some) for tap, some in by_tap.items()}
-
-
-def require(*names: str, install: str = "'spile[check]'") -> None:
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise InputError(
-                f"check compares with HF transformers, and {name} is not installed ({error}): "
-                f"pip install {install}"
-            ) from error
 
 
 def versions() -> str:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from spile.core.errors import ConfigError
+from spile.core.libraries import import_library
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.dataset.read.aligned import AlignedDatasets
 from spile.dataset.read.batches import Batches
@@ -22,10 +23,7 @@ from spile.dataset.read.window import Encoded
 
 
 def _torch() -> Any:
-    try:
-        return importlib.import_module("torch")
-    except ImportError as error:
-        raise ConfigError(f"batches as tensors need torch: pip install torch ({error})") from None
+    return import_library("torch", "a batch of tensors", "torch")
 
 
 class TorchLoader:

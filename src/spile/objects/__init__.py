@@ -4,6 +4,7 @@ import importlib
 from pathlib import Path
 
 from spile.core.errors import ConfigError
+from spile.core.libraries import import_library
 from spile.objects.local import LocalObjects, LocalStream
 from spile.objects.memory import MemoryObjects
 from spile.objects.protocol import PROBES, Entry, Objects, Stream, check_creates_once, exists
@@ -38,10 +39,8 @@ def open_objects(url: str, spool: Spool | None = None, *, prefix: str = "") -> O
     if scheme == "memory":
         return _memory.setdefault(url, MemoryObjects(url))
     if scheme in _BUCKETS:
-        try:
-            bucket = importlib.import_module("spile.objects.bucket")
-        except ImportError:
-            raise ConfigError(f"{url}: buckets need obstore: pip install 'spile[cloud]'") from None
+        import_library("obstore", f"{url}: a bucket", "'spile[cloud]'")
+        bucket = importlib.import_module("spile.objects.bucket")
         return bucket.open_bucket(url, spool, prefix)
     if scheme in ("http", "https"):
         return importlib.import_module("spile.objects.http").WebObjects(url)

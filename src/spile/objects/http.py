@@ -5,7 +5,6 @@ keeps connections open, uses the user's proxies and certificates, and exposes ev
 headers. A web server lists nothing, so a URL names one file.
 """
 
-import importlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, NoReturn
 from urllib.parse import urljoin, urlsplit
 
 from spile.core.errors import ConfigError, SpileError, StoreError, first_line
+from spile.core.libraries import import_library
 from spile.core.retry import PASSING, PATIENCE, PATIENCE_AT_FIRST
 from spile.objects.protocol import Entry, FilelessObjects, Stream, check_held, check_key, retrying
 
@@ -268,12 +268,7 @@ def session() -> Any:
 
 def library(module: str = "") -> Any:
     """Return huggingface_hub, or a module of it."""
-    try:
-        return importlib.import_module(f"huggingface_hub{module}")
-    except ImportError as error:
-        raise ConfigError(
-            f"https:// and the Hub need huggingface_hub ({error}); pip install 'spile[hub]'"
-        ) from error
+    return import_library(f"huggingface_hub{module}", "https:// or the Hub", "'spile[hub]'")
 
 
 def _origin(url: str) -> str:

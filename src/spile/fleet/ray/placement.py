@@ -11,6 +11,7 @@ from typing import Any
 
 from spile.core.config import RayOptions
 from spile.core.errors import ConfigError, first_line
+from spile.core.libraries import import_library
 
 _log = logging.getLogger("spile.fleet")
 _TOPOLOGY, _SLICE_NAME = "ray.io/tpu-topology", "ray.io/tpu-slice-name"
@@ -47,10 +48,7 @@ def connect(address: str) -> Any:
                 f"--ray-address {address}: not reachable ({error.strerror or error}); give the "
                 "address that `ray start --head` prints"
             ) from None
-    try:
-        ray: Any = importlib.import_module("ray")
-    except ImportError as error:
-        raise ConfigError(f"--engine ray needs Ray: pip install 'spile[ray]' ({error})") from error
+    ray = import_library("ray", "--engine ray", "'spile[ray]'")
     try:
         ray.init(
             address=address, log_to_driver=False, configure_logging=False, logging_level="ERROR"

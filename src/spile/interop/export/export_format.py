@@ -3,11 +3,11 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from spile.core.errors import ConfigError
+from spile.core.libraries import import_library
 from spile.interop.export.export_source import ExportSource
 
 
@@ -46,13 +46,7 @@ def check_hooks(source: ExportSource) -> None:
 def require(form: ExportFormat) -> None:
     """Refuse a format in one line if a library that it needs is missing."""
     for module, package in form.needs:
-        try:
-            import_module(module)
-        except ImportError as error:
-            raise ConfigError(
-                f"--to {form.name} needs {module}, which cannot be imported ({error}); "
-                f"pip install {package}"
-            ) from error
+        import_library(module, f"--to {form.name}", package)
 
 
 def write_json(path: Path, value: Any, indent: int | None = 1) -> None:

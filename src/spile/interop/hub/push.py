@@ -9,7 +9,6 @@ it is sent.
 
 import contextlib
 import hashlib
-import importlib
 import logging
 import shlex
 import tempfile
@@ -23,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from spile.core.errors import ConfigError, SpileError, StoreError
+from spile.core.libraries import import_library
 from spile.core.retry import backoff
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
@@ -74,12 +74,7 @@ def push(out: str, repo: str, *, private: bool = False, revision: str | None = N
         private: create the repository as private; refuse an existing public one.
         revision: a branch; created if it does not exist.
     """
-    try:
-        hub: Any = importlib.import_module("huggingface_hub")
-    except ImportError as error:
-        raise ConfigError(
-            f"push needs huggingface_hub ({error}); pip install 'spile[hub]'"
-        ) from error
+    hub = import_library("huggingface_hub", "push", "'spile[hub]'")
     source = _Source(open_objects(out))
     there = _Repository(hub, repo, revision or "main")
     there.prepare(private=private)

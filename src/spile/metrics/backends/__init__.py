@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 from spile.core.errors import ConfigError
+from spile.core.libraries import import_library
 
 GROUP = "spile.metrics"
 _OWN = {"tensorboard": "tensorboardX", "wandb": "wandb", "prometheus": "prometheus_client"}
@@ -64,12 +65,7 @@ def parse_backends(text: str | None) -> list[ChosenBackend]:
 def _chosen(part: str) -> ChosenBackend:
     name, _, argument = part.partition(":")
     if name in _OWN:
-        try:
-            importlib.import_module(_OWN[name])
-        except ImportError:
-            raise ConfigError(
-                f"--metrics {name} needs {_OWN[name]}: pip install 'spile[{name}]'"
-            ) from None
+        import_library(_OWN[name], f"--metrics {name}", f"'spile[{name}]'")
         module: Any = importlib.import_module(f"{__name__}.{name}")
         module.check(argument)
         return ChosenBackend(name, argument, module.open_backend)

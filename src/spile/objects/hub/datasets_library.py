@@ -2,23 +2,18 @@
 
 import contextlib
 import errno
-import importlib
 from collections.abc import Generator
 from typing import Any
 
-from spile.core.errors import ConfigError, InputError, SpileError, StoreError, first_line
+from spile.core.errors import InputError, SpileError, StoreError, first_line
+from spile.core.libraries import import_library
 from spile.objects.hub.repository import Repository, offline, open_hub
 from spile.objects.hub.splits import one_of
 
 
 def datasets_library(where: str) -> Any:
     """Import the library and silence it."""
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError:
-        raise ConfigError(
-            f"{where}: is read by the `datasets` library: pip install 'spile[datasets]'"
-        ) from None
+    datasets = import_library("datasets", f"{where}: it", "'spile[datasets]'")
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     return datasets
