@@ -9,7 +9,6 @@ from formulas (FLOPs, memory traffic) give an estimate of tokens per second, and
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import dataclasses
-import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -40,25 +39,17 @@ from spile.models.forward.sharding import Shards, make_mesh
 from spile.models.forward.sparse_latents import device_arrays
 from spile.models.forward.splice import load_changes
 from spile.models.forward.weights import LayerSchedule, Params, abstract_params
-from spile.models.layout import Cuts, Layout, fitting_layout, parse_layout
+from spile.models.layout import Cuts, Layout
 from spile.models.splices import Splice
 from spile.models.taps import Tap, parse_taps
 from spile.plan.encoders import stored_taps
-from spile.plan.estimate import row_quantum
-from spile.plan.residency import (
-    Machine,
-    Residency,
-    choose_residency,
-    may_stream,
-    streamed_bytes,
-)
+from spile.plan.estimate import chosen_layout, row_quantum
+from spile.plan.residency import Machine, Residency, choose_residency, streamed_bytes
 from spile.plan.roofline import MEMORY_SHARE, Roofline, Workload, sweet_spot
 from spile.run.step.resident import ResidentStep
 from spile.run.step.step import StagePrograms, Step, StepDevices, StepSettings
 from spile.run.step.stored import Extras
 from spile.run.step.sweep import Sweep, SweepOptions
-
-_log = logging.getLogger("spile.compile")
 
 _UNIT_TOKENS = 4_000_000  # tokens of a unit by default: the longest sweep
 _CONTEXTS = 16  # contexts in a row: cuDNN's kernel is compiled for a fixed maximum
@@ -195,19 +186,12 @@ class Question:
 
     def layout(self) -> Layout:
         """Return the layout that the user set, or the fastest one that fits."""
-        devices, hosts = len(self.target.devices), self.target.hosts
-        asked = parse_layout(self.runtime.mesh, devices, hosts, self.runtime.fsdp)
-        if asked:
-            return asked
 
         def fits(layout: Layout) -> bool:
             work = self._possible(layout)
             return work is not None and self.holds(work)
 
-        layout, found = fitting_layout(devices, devices // hosts, fits)
-        if not found and not may_stream(self.runtime, hosts):
-            _log.warning("estimated memory: the model fits no mesh of %d devices", devices)
-        return layout
+        return chosen_layout(self.runtime, len(self.target.devices), self.target.hosts, fits)
 
     def layouts(self) -> list[Layout]:
         """Return the layouts worth trying: powers of two, and divisors of the number of heads."""

@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -143,14 +143,22 @@ def planned_cuts(
     memory: int | None,
     processes: int = 1,
 ) -> Cuts:
-    """Return the user's layout of the model on the devices, or else one that fits."""
+    """Return how the model is cut, in the user's layout on the devices or in one that fits."""
+    suits = partial(fits, job, runtime, platform, memory)
+    layout = chosen_layout(runtime, devices, processes, suits)
+    return Cuts.of(layout, axis_sizes(job.checkpoint.arch))
+
+
+def chosen_layout(
+    runtime: Runtime, devices: int, processes: int, fits: Callable[[Layout], bool]
+) -> Layout:
+    """Return the layout that the user set, or the fastest one that fits."""
     layout = parse_layout(runtime.mesh, devices, processes, runtime.fsdp)
     if layout is None:
-        suits = partial(fits, job, runtime, platform, memory)
-        layout, fitting = fitting_layout(devices, devices // processes, suits)
+        layout, fitting = fitting_layout(devices, devices // processes, fits)
         if not fitting and not may_stream(runtime, processes):
             _log.warning("estimated memory: the model fits no mesh of %d devices", devices)
-    return Cuts.of(layout, axis_sizes(job.checkpoint.arch))
+    return layout
 
 
 def step_of(job: ExtractionJob, rows: int, platform: str, cuts: Cuts) -> Workload:
