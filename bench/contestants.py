@@ -13,7 +13,6 @@ import time
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,21 +103,25 @@ def compute(options: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     from spile.core.config import Runtime
-    from spile.corpus.pack import PackedUnit
+    from spile.dataset.records.heartbeat import Presence
     from spile.dataset.records.ledger import Ledger
+    from spile.metrics import Counters
     from spile.objects import open_objects
-    from spile.plan.estimate import batch_rows
     from spile.plan.job import prepare_unit
-    from spile.plan.resolve import resolve
-    from spile.run.step.load import StepLoader
+    from spile.run.assembly import Assembly
     from spile.run.world.devices import prepared_device
+    from spile.run.world.world import RunContext, SingleWorld
 
-    device = prepared_device()
+    runtime = Runtime(batch_tokens=options.batch_tokens, weights="resident")
     ledger = Ledger(open_objects(options.out))
-    job = resolve(recipe_of(options), ledger, device.platform)
-    rows = batch_rows(job, Runtime(batch_tokens=options.batch_tokens), device.platform)
+    presence = Presence(ledger.objects, runtime.stale_after)
+    context = RunContext(ledger, runtime, SingleWorld(), presence, Counters())
+    parts = Assembly.of(context, recipe_of(options), prepared_device())
+    job, rows = parts.job, parts.cost.batch_rows
+    stored = sum(path.stat().st_size for path in Path(options.model).glob("*.safetensors"))
     begin = time.perf_counter()
-    step = StepLoader(job, ledger, device).step(partial(PackedUnit.batches, rows=rows))
+    step = parts.load()
+    step.loaded(3600.0)
     loaded = time.perf_counter() - begin
     begin = time.perf_counter()
     unit = job.units[0]
@@ -144,7 +147,7 @@ def compute(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "tok/s": rate,
         "profile": profile,
-        "load GB/s": sum(a.nbytes for a in jax.tree.leaves(step.params)) / loaded / 1e9,
+        "load GB/s": stored / loaded / 1e9,
         "text tok/s": prepared,
         "step": rows * SEQ_LEN,
     }
