@@ -60,6 +60,15 @@ def test_identity_is_that_of_the_values_and_not_of_the_file(folder: Path, tmp_pa
     assert other.startswith("steer resid_post.0 *2 ")
 
 
+def test_every_digit_of_a_factor_is_part_of_the_identity(folder: Path) -> None:
+    def identity(factor: str) -> str:
+        return found(folder, f"steer:resid_post.0={{}}/row.npy*{factor}")[0].identity
+
+    assert identity("4") == identity("4.0") == identity("+.4e1")
+    assert identity("1.0000001") != identity("1.0000002") != identity("1")
+    assert identity("1234567.5").startswith("steer resid_post.0 *1234567.5 ")
+
+
 def test_paths_are_changed_and_nothing_else(folder: Path) -> None:
     changed = each_splice_source(
         "zero:z.1.h3,steer:embed=a.npy*-1e-2,replace-with-sae:resid_post:1=x/y,/b/c.py:f",

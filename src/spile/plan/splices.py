@@ -156,7 +156,7 @@ def _built_in(item: str, kind: str, tap: Tap, value: str | None, arch: Arch) -> 
     given = _rows(item, _npy(item, path), shape, several=kind == "ablate")
     if kind == "steer":
         times = float(factor or 1)
-        told = f"*{times:g} {digest(given[0])}"
+        told = f"*{repr(times).removesuffix('.0')} {digest(given[0])}"
         return made(told, direction=widened(given[0] * np.float32(times)))
     basis = orthonormal(given)
     if not len(basis):
