@@ -98,6 +98,13 @@ def test_of_eight_racing_creates_exactly_one_wins(objects: Objects, rounds: int)
     assert set(objects.list()) == {f"done/{n}.json" for n in range(rounds)}
 
 
+def test_an_entry_is_what_a_listing_says(objects: Objects) -> None:
+    objects.create("done/1.json", b"one")
+    assert [objects.entry("done/1.json")] == list(objects.entries("done/"))
+    with pytest.raises(FileNotFoundError):
+        objects.entry("done/2.json")
+
+
 def test_an_empty_record_exists(objects: Objects) -> None:
     assert objects.create("empty", b"")
     assert objects.get("empty") == b""

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from spile.core import retry
-from spile.core.errors import ConfigError, StoreError
+from spile.core.errors import ConfigError, DataError, StoreError
 from spile.core.identity import sampled_digest
 from spile.objects import http as web
 from spile.objects import open_objects
+from spile.objects.opened import opened
 from spile.objects.paths import RemotePath, files_matching, path_of
 from support import servers
 from support.hub_network import ranged
@@ -32,6 +33,7 @@ class Server(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.files: dict[str, bytes] = {"/a/data.bin": DATA}
         self.redirects: dict[str, str] = {}
+        self.headers: dict[str, str] = {}  # with every file
         self.ways: list[str] = []
         self.knows_ranges = self.knows_head = True
         self.seen: list[tuple[str, str, dict[str, str]]] = []
@@ -77,7 +79,8 @@ class Handler(BaseHTTPRequestHandler):
         else:
             data = server.files[plain]
             asked = self.headers["Range"] if server.knows_ranges else None
-            self._answer(*ranged(asked, data))
+            status, body, headers = ranged(asked, data)
+            self._answer(status, body, {**headers, **server.headers})
 
     do_HEAD = do_GET
 
@@ -117,6 +120,24 @@ def test_a_file_is_read_by_ranges_over_connections_that_are_kept(server: Server)
     assert path.objects.get_range("a/data.bin", len(DATA), len(DATA) + 9) == b""
     assert str(path) == f"{server.url}/a/data.bin"
     assert server.connections <= 2 < len(server.seen)
+
+
+@pytest.mark.parametrize("name", ["ETag", "Last-Modified"])
+@pytest.mark.parametrize("knows_head", [True, False])
+def test_a_file_that_changes_on_its_server_is_noticed(
+    name: str, knows_head: bool, server: Server
+) -> None:
+    server.knows_head = knows_head
+    server.headers = {name: "one"}
+    file = opened(path_of(f"{server.url}/a/data.bin"))
+    file.check()
+    server.headers = {name: "two"}
+    with pytest.raises(DataError, match="data.bin: changed .*its size or its etag is another"):
+        file.check()
+    server.headers = {name: "one"}
+    server.files["/a/data.bin"] += b"x"
+    with pytest.raises(DataError, match="data.bin: changed .*its size or its etag is another"):
+        file.check()
 
 
 def test_what_is_absent_is_no_file_and_a_folder_or_a_glob_is_refused(server: Server) -> None:

@@ -161,15 +161,17 @@ def read_header(path: Path, where: str | None = None) -> dict[str, TensorInfo]:
         return read_header_from(read, path.stat().st_size, where or str(path))
 
 
-def map_tensor(path: Path, info: TensorInfo) -> np.ndarray:
+def map_tensor(file: Path | int, info: TensorInfo) -> np.ndarray:
     """Return a read-only memory map of one tensor: no bytes are read until they are touched.
+
+    `file`: its path, or its descriptor if it is open.
 
     (`np.memmap` resolves the path each time and makes every slice several times as slow.)
     """
     if info.start == info.stop:
         return np.empty(info.shape, info.dtype)
     skipped = info.start % mmap.ALLOCATIONGRANULARITY
-    mapped = _map(path, info.start - skipped, info.stop)
+    mapped = _map(file, info.start - skipped, info.stop)
     return np.ndarray(info.shape, info.dtype, mapped, skipped)
 
 
@@ -184,9 +186,11 @@ def map_tensors(path: Path, infos: Mapping[str, TensorInfo]) -> dict[str, np.nda
     }
 
 
-def _map(path: Path, start: int, stop: int) -> mmap.mmap:
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), stop - start, access=mmap.ACCESS_READ, offset=start)
+def _map(file: Path | int, start: int, stop: int) -> mmap.mmap:
+    if isinstance(file, Path):
+        with file.open("rb") as opened:
+            return _map(opened.fileno(), start, stop)
+    return mmap.mmap(file, stop - start, access=mmap.ACCESS_READ, offset=start)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:

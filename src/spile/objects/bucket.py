@@ -172,7 +172,11 @@ class BucketObjects(FilelessObjects):
         return self._read(key, ranged)
 
     def size(self, key: str) -> int:
-        return int(self._read(key, lambda: self._store.head(key))["size"])
+        return self.entry(key).size
+
+    def entry(self, key: str) -> Entry:
+        found = self._read(key, lambda: self._store.head(key))
+        return Entry(key, int(found["size"]), _plain(found["e_tag"]))
 
     def create(self, key: str, data: bytes | bytearray) -> bool:
         return self._create(key, data) is not None

@@ -155,21 +155,25 @@ class WebObjects(FilelessObjects):
         return answer.body[start:stop]
 
     def size(self, key: str) -> int:
-        check_key(self.url, key)
         if key not in self._sizes:
-            answer = self._ask("HEAD", key, {})
-            length = answer.headers.get("content-length")
-            if answer.status in (404, 410):
-                self._refuse(key, answer)
-            if answer.status != 200 or length is None:  # HEAD is unsupported, or not signed for
-                answer = self._ask("GET", key, {"Range": "bytes=0-0"})
-                self._refuse(key, answer)
-                total = (answer.headers.get("content-range") or "").rpartition("/")[2]
-                length = total if answer.status == 206 else answer.headers.get("content-length")
-            if length is None or not length.isdigit():
-                raise StoreError(f"{self.url}/{key}: the server does not report its size")
-            self._sizes[key] = int(length)
+            self._sizes[key] = self.entry(key).size
         return self._sizes[key]
+
+    def entry(self, key: str) -> Entry:
+        check_key(self.url, key)
+        answer = self._ask("HEAD", key, {})
+        length = answer.headers.get("content-length")
+        if answer.status in (404, 410):
+            self._refuse(key, answer)
+        if answer.status != 200 or length is None:  # HEAD is unsupported, or not signed for
+            answer = self._ask("GET", key, {"Range": "bytes=0-0"})
+            self._refuse(key, answer)
+            total = (answer.headers.get("content-range") or "").rpartition("/")[2]
+            length = total if answer.status == 206 else answer.headers.get("content-length")
+        if length is None or not length.isdigit():
+            raise StoreError(f"{self.url}/{key}: the server does not report its size")
+        etag = answer.headers.get("etag") or answer.headers.get("last-modified") or ""
+        return Entry(key, int(length), etag)
 
     def list(self, prefix: str = "") -> Iterator[str]:
         return (entry.key for entry in self.entries(prefix))

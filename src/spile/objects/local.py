@@ -104,6 +104,9 @@ class LocalObjects:
         with _absence():
             return self._path(key).stat().st_size
 
+    def entry(self, key: str) -> Entry:
+        return Entry(key, self.size(key), "")
+
     def create(self, key: str, data: bytes) -> bool:
         path = self._path(key)
         temporary = path.with_name(f"{path.name}{_TEMPORARY}{uuid.uuid4().hex[:12]}")
@@ -188,7 +191,7 @@ class LocalObjects:
     def entries(self, prefix: str = "") -> Iterator[Entry]:
         for key in self.list(prefix):
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                yield Entry(key, self.size(key), "")
+                yield self.entry(key)
 
     def folders(self, prefix: str) -> Iterator[str]:
         try:

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Literal, Protocol, cast
 
 from spile.core.bounded_json import MAX_BYTES, JsonError, check_size, parse_json_object
 from spile.core.errors import InputError
@@ -97,18 +97,31 @@ class RemotePath:
 
     def open(self, mode: Literal["rb"] = "rb", buffering: int = _AHEAD) -> BinaryIO:
         """Open a seekable stream; `buffering` bytes are read ahead, or none if it is 0."""
-        raw = _RemoteFile(self)
-        return cast(BinaryIO, io.BufferedReader(raw, buffering) if buffering else raw)
+        return open_ranges(self, buffering)
 
 
 AnyPath = Path | RemotePath
 
 
-class _RemoteFile(io.RawIOBase):
-    """A file in which every read is one request."""
+class Ranged(Protocol):
+    """A file that is read by ranges."""
 
-    def __init__(self, path: RemotePath) -> None:
-        self._path, self._size, self._position = path, path.size(), 0
+    def size(self) -> int: ...
+
+    def read_range(self, start: int, stop: int) -> bytes: ...
+
+
+def open_ranges(file: Ranged, buffering: int) -> BinaryIO:
+    """Return a seekable stream of such a file; `buffering` bytes are read ahead, or none if 0."""
+    raw = _RangedStream(file)
+    return cast(BinaryIO, io.BufferedReader(raw, buffering) if buffering else raw)
+
+
+class _RangedStream(io.RawIOBase):
+    """A stream in which every read is one range."""
+
+    def __init__(self, file: Ranged) -> None:
+        self._file, self._size, self._position = file, file.size(), 0
 
     def readable(self) -> bool:
         return True
@@ -138,7 +151,7 @@ class _RemoteFile(io.RawIOBase):
         if stop <= start:
             return b""
         self._position = stop
-        return self._path.read_range(start, stop)
+        return self._file.read_range(start, stop)
 
 
 def path_of(where: str) -> AnyPath:

@@ -73,6 +73,10 @@ class Objects(Protocol):
         """Return the object's size in bytes. Raises FileNotFoundError if there is none."""
         ...
 
+    def entry(self, key: str) -> Entry:
+        """Return what a listing would say of the object, as it is now. Raises FileNotFoundError."""
+        ...
+
     def create(self, key: str, data: bytes) -> bool:
         """Create the record durably; return False, changing nothing, if the key exists.
 
@@ -130,6 +134,12 @@ class FilelessObjects:
     url: str
     endpoint = ""
     most_streamed: int | None = None
+
+    def size(self, key: str) -> int:
+        raise NotImplementedError
+
+    def entry(self, key: str) -> Entry:
+        return Entry(key, self.size(key), "")
 
     def list(self, prefix: str = "") -> Iterator[str]:
         raise NotImplementedError

@@ -26,6 +26,9 @@ class RootedObjects:
     def size(self, key: str) -> int:
         return self._objects.size(self._prefix + key)
 
+    def entry(self, key: str) -> Entry:
+        return replace(self._objects.entry(self._prefix + key), key=key)
+
     def create(self, key: str, data: bytes) -> bool:
         return self._objects.create(self._prefix + key, data)
 
