@@ -1,6 +1,7 @@
 """An extraction where there are several devices."""
 
 import json
+import os
 from pathlib import Path
 
 import jax
@@ -8,7 +9,11 @@ import numpy as np
 import pytest
 
 import spile
+from spile.dataset.format import Done
+from spile.dataset.records.ledger import Ledger
+from support import tiny
 from support.marks import some
+from support.stored import unit_files
 
 
 def test_a_mesh_of_one_device_leaves_the_others_alone(
@@ -47,3 +52,25 @@ def test_blocks_of_a_mesh_may_come_from_files(
         found.append([ds.read(tap, 0, ds.num_tokens) for tap in ds.taps])
     for whole, streamed in zip(*found, strict=True):
         np.testing.assert_array_equal(whole, streamed)
+
+
+def test_on_a_mesh_too_a_replaced_file_changes_no_row(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, other = (tiny.write_model(tmp_path / f"model{seed}", seed=seed) for seed in (0, 1))
+    recipe = spile.Recipe(
+        model=str(model), corpus=str(corpus), taps="resid_post:1", seq_len=64, unit_tokens=200,
+        store_dtype="float32",
+    )  # fmt: skip
+    runtime = spile.Runtime(mesh="fsdp=2,model=2,data=2", batch_tokens=128, weights="disk")
+    spile.extract(recipe, str(tmp_path / "whole"), runtime)
+    real = Ledger.commit
+
+    def commit(self: Ledger, done: Done) -> bool:
+        if (other / "model.safetensors").exists():
+            os.replace(other / "model.safetensors", model / "model.safetensors")
+        return real(self, done)
+
+    monkeypatch.setattr(Ledger, "commit", commit)
+    spile.extract(recipe, str(tmp_path / "out"), runtime)
+    assert unit_files(tmp_path / "out") == unit_files(tmp_path / "whole")

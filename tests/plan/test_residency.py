@@ -13,6 +13,7 @@ from spile.models.config.hf_config import read_config
 from spile.models.config.specs import block_specs
 from spile.models.layout import ONE_DEVICE
 from spile.models.taps import parse_taps
+from spile.objects.opened import OpenedFile, opened
 from spile.plan import residency
 from spile.plan.chips import CHIPS, Chip
 from spile.plan.residency import (
@@ -24,6 +25,7 @@ from spile.plan.residency import (
     streamed_bytes,
 )
 from spile.plan.roofline import MEMORY_SHARE, Workload
+from support.remote import counted
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
 GB = 10**9
@@ -133,8 +135,8 @@ def test_on_a_cpu_a_model_larger_than_memory_comes_from_disk() -> None:
 
 def test_the_rate_of_files_is_measured(tmp_path: Path) -> None:
     (tmp_path / "weights").write_bytes(bytes(64 << 20))
-    assert disk_rate([tmp_path / "weights"]) > 1e7
-    assert disk_rate([]) == disk_rate([tmp_path / "absent"])
+    assert disk_rate([OpenedFile(tmp_path / "weights")]) > 1e7
+    assert disk_rate([]) == disk_rate([opened(counted(b"elsewhere", "weights")[1])])
 
 
 def test_sweeps_from_files_are_as_long_as_reading_and_copying_takes(

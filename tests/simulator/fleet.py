@@ -158,6 +158,9 @@ class _Model:
     def loaded(self, seconds: float) -> bool:
         return True
 
+    def check(self) -> None:
+        pass
+
     def compile(self, batch: Any) -> None:
         pass
 

@@ -141,7 +141,8 @@ def _model_files(source: str) -> Sequence[AnyPath]:
         beside = [path for path in folder.below() if len(path.parts) == depth]
     except ConfigError:  # a web server has no listing
         beside = [path for path in map(folder.__truediv__, _NAMED) if path.is_file()]
-    return [*(path for path in beside if path.name.endswith(_BESIDE)), *checkpoint.files]
+    weights = [file for file in checkpoint.files if isinstance(file, RemotePath)]
+    return [*(path for path in beside if path.name.endswith(_BESIDE)), *weights]
 
 
 def _corpus_files(source: str, *, with_card: bool, cache: str | None) -> Sequence[AnyPath]:

@@ -9,14 +9,16 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from spile.core.config import Runtime
 from spile.core.errors import ConfigError
 from spile.core.humanize import size
 from spile.core.system import available_memory
+from spile.core.tensors import as_bytes
 from spile.models.layout import ONE_DEVICE, Cuts
+from spile.objects.opened import Opened, OpenedFile
 from spile.plan.chips import Chip
 from spile.plan.roofline import MEMORY_SHARE, Workload
 
@@ -148,7 +150,7 @@ def choose_residency(
     *,
     most_rows: int,
     host_memory: int | None = None,
-    files: Sequence[Any] = (),
+    files: Sequence[Opened] = (),
 ) -> Residency:
     """Decide where blocks are kept, and how many rows pass them at once.
 
@@ -256,23 +258,20 @@ def evenly(count: int, of: int) -> list[bool]:
     return [(n + 1) * count // of > n * count // of for n in range(of)]
 
 
-def disk_rate(files: Sequence[Any]) -> float:
+def disk_rate(files: Sequence[Opened]) -> float:
     """Measure the bytes a second at which a few threads read the largest of some local files."""
-    local = [path for path in files if isinstance(path, Path) and path.is_file()]
+    local = [file for file in files if isinstance(file, OpenedFile)]
     if not local:
         return _DISK_RATE
-    largest = max(local, key=lambda path: path.stat().st_size)
+    largest = max(local, key=OpenedFile.size)
     begin = time.perf_counter()
 
     def read(thread: int) -> int:
         done, place = 0, thread * _SAMPLE
-        with largest.open("rb", buffering=0) as file:
-            while time.perf_counter() - begin < _SAMPLE_SECONDS:
-                file.seek(place)
-                found = len(file.read(_SAMPLE))
-                done, place = done + found, place + _READERS * _SAMPLE
-                if not found:
-                    break
+        while place < largest.size() and time.perf_counter() - begin < _SAMPLE_SECONDS:
+            stop = min(place + _SAMPLE, largest.size())
+            largest.read_into(place, as_bytes(np.empty(stop - place, np.uint8)))
+            done, place = done + stop - place, place + _READERS * _SAMPLE
         return done
 
     with ThreadPoolExecutor(_READERS) as pool:

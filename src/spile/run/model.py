@@ -100,7 +100,9 @@ def load_model(
         settings = replace(settings, schedule=settings.schedule.one_by_one)
         loader = ArrayLoader(checkpoint, settings.schedule, dtype, shards)
         blocks = load_blocks(loader, kept.kept, device)
-        return Model(name, settings, tokenizer, SweptModel(blocks, loader.outer(head=True)))
+        outer = loader.outer(head=True)
+        model = SweptModel(blocks, outer, check=loader.check)
+        return Model(name, settings, tokenizer, model)
     params, _ = load_params(checkpoint, settings.schedule, head=True, dtype=dtype, shards=shards)
     return Model(name, settings, tokenizer, params)
 
@@ -306,6 +308,7 @@ class Model:
 
         deepest = max(number for number, some in tapped.items() if some)
         walk(kinds[: deepest + 2], model, [Passing()], run)
+        model.check()
         return values
 
     def _one_stage(

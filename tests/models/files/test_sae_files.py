@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from spile.core.errors import InputError
+from spile.core.errors import DataError, InputError
 from spile.core.tensors import write_tensors
 from spile.models.files.sae import activations, identity, is_sae, load_arrays, open_sae
 from support import saes
@@ -62,6 +62,29 @@ def test_gemma_scope_is_read(tmp_path: Path, kind: str, small: bool) -> None:
     assert {*arrays} == {*digests} == {"W_enc", "b_enc", "threshold"}
     for name, array in arrays.items():
         assert np.array_equal(array, TENSORS[name])
+
+
+@pytest.mark.parametrize("file", ["params.npz", "params.safetensors"])
+def test_an_encoder_is_loaded_as_it_was_opened_or_refused(file: str, tmp_path: Path) -> None:
+    def write(sign: int) -> None:
+        tensors = {name: sign * tensor for name, tensor in TENSORS.items()}
+        if file.endswith(".npz"):
+            np.savez(tmp_path / "new.npz", **tensors)  # type: ignore[arg-type]
+        else:
+            (tmp_path / "new").unlink(missing_ok=True)
+            write_tensors(tmp_path / "new", tensors)
+        arrived = tmp_path / ("new.npz" if file.endswith(".npz") else "new")
+        (tmp_path / file).write_bytes(arrived.read_bytes())  # into the same file, if it is there
+
+    write(1)
+    sae = open_sae(str(tmp_path))
+    arrays, digests = load_arrays(sae)
+    write(-1)
+    assert all(np.array_equal(arrays[name], TENSORS[name]) for name in arrays)
+    with pytest.raises(DataError, match=f"{file}: changed while the run read it"):
+        load_arrays(sae)
+    write(1)
+    assert load_arrays(sae)[1] == digests
 
 
 def test_weights_of_another_dtype_are_widened(tmp_path: Path) -> None:

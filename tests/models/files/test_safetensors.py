@@ -8,14 +8,15 @@ import pytest
 
 from spile.core.errors import InputError
 from spile.core.tensors import write_tensors
-from spile.models.files.safetensors import read_header, read_tensor
+from spile.models.files.safetensors import open_tensors, read_header, read_tensor
 from support.remote import counted
 
 
 def test_a_tensor_of_a_local_file_is_a_map_of_it(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     write_tensors(path, {"a": np.arange(6, dtype=np.float32).reshape(2, 3)})
-    tensor = read_tensor(path, read_header(path, tmp_path)["a"])
+    file, header = open_tensors(path, tmp_path)
+    tensor = read_tensor(file, header["a"])
     assert isinstance(tensor.base, mmap.mmap)
     assert tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,9 +13,10 @@ import spile
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError, DriftError, InputError
 from spile.dataset.records.ledger import Ledger
-from spile.models.forward import streamed, weights
+from spile.models.forward import streamed
 from spile.objects import open_objects
 from spile.plan import residency
+from spile.run.step.load import StepLoader
 from support import families, saes, tiny
 from support.marks import some
 from support.stored import unit_files
@@ -158,16 +160,22 @@ def test_a_disk_that_fails_in_a_sweep_ends_the_run_in_one_line(
         families.save(families.randomised(families.FAMILIES["gpt2"]), model)
         tiny.write_tokenizer(model)
     given, out = recipe(model, corpus, taps="resid_post:2"), tmp_path / "out"
-    real, reads = weights._read_all, []
+    real, reads = os.preadv, list[int]()
 
-    def failing(descriptor: int, start: int, into: memoryview, path: Path) -> None:
-        # (GPT-2's matrices are transposed, or hold several; nothing else is that large.)
-        reads.extend([path] if "parts" not in moment or len(into) > 4096 else [])
+    def failing(descriptor: int, into: Sequence[memoryview], start: int) -> int:
+        # (GPT-2's matrices are transposed, or hold several; nothing else is that large. And a row
+        # of the embedding is no larger than that.)
+        reads.extend([start] if len(into[0]) > (4096 if "parts" in moment else 128) else [])
         if len(reads) == {"first": 2, "later": 100}.get(moment, 30):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        real(descriptor, start, into, path)
+        return real(descriptor, into, start)
 
-    monkeypatch.setattr(weights, "_read_all", failing)
+    def begins(self: StepLoader, *given: Any) -> Any:
+        monkeypatch.setattr(os, "preadv", failing)
+        return step(self, *given)
+
+    step = StepLoader.step
+    monkeypatch.setattr(StepLoader, "step", begins)
     with pytest.raises(InputError, match=r"model.safetensors: cannot be read \(Input/output"):
         extracted(given, out, "disk")
     monkeypatch.undo()

@@ -12,13 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, cast
 
 from spile.core.bounded_json import Json
 from spile.core.errors import InputError
 from spile.core.identity import full_digest, sampled_digests
 from spile.core.tensors import TensorInfo
+from spile.core.threads import mapped
 from spile.models.config.arch import Arch
 from spile.models.config.family import Family
 from spile.models.config.hf_config import read_config
@@ -26,26 +27,30 @@ from spile.models.config.specs import ParamSpec, TensorSource, block_specs, oute
 from spile.models.files.demo import demo_model
 from spile.models.files.lora import Adapter, read_adapter
 from spile.models.files.quantized import PackedTensor, Part, Quantization, read_quantization
-from spile.models.files.safetensors import read_header
+from spile.models.files.safetensors import open_tensors
 from spile.objects.hub.names import pinned
+from spile.objects.opened import Opened, OpenedFile, OpenedRemote
 from spile.objects.paths import AnyPath, files_below, path_of, read_json
 
 _log = logging.getLogger("spile.models")
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_THREADS = 16  # headers read in parallel: a bucket has high latency
+_THREADS = 16  # files opened in parallel: a bucket has high latency
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model as found at its directory or URL, perhaps with an adapter to merge into it."""
+    """A model as found at its directory or URL, perhaps with an adapter to merge into it.
+
+    Its files stay open: whatever their paths name later, identity and weights are of these.
+    """
 
     directory: AnyPath
     family: Family
     arch: Arch
-    tensors: dict[str, tuple[AnyPath, TensorInfo]]
-    files: tuple[AnyPath, ...]
+    tensors: dict[str, tuple[Opened, TensorInfo]]
+    files: tuple[Opened, ...]
     prefix: str  # of its tensors' names
     adapter: Adapter | None = None
     packed: Mapping[str, PackedTensor] = field(default_factory=dict[str, PackedTensor])
@@ -59,6 +64,15 @@ class Checkpoint:
             "weights": "+".join(sampled_digests(self.files)),
             **({"lora": self.adapter.identity()} if self.adapter else {}),
         }
+
+    def check_files(self, *, loading: bool = False) -> None:
+        """Raise DataError if a file has changed since it was opened; see `OpenedFile.check`."""
+        files = (*self.files, *([self.adapter.weights] if self.adapter else []))
+        for file in files:
+            if isinstance(file, OpenedFile):
+                file.check(loading=loading)
+        remote = [file for file in files if isinstance(file, OpenedRemote)]
+        list(mapped(OpenedRemote.check, remote, _THREADS))
 
     def source(self, name: str) -> TensorSource:
         """The tensor that holds one of our arrays."""
@@ -79,7 +93,7 @@ class Checkpoint:
 
     def stays_packed(self, spec: ParamSpec) -> bool:
         """Whether an array of a block can be copied as it is stored, and decoded on the device."""
-        local = all(isinstance(path, Path) for path in self.files)
+        local = all(isinstance(file, OpenedFile) for file in self.files)
         name = self.names(spec, self.layer_with(spec))[0]
         return self.adapter is None and local and name in self.packed
 
@@ -166,15 +180,15 @@ def open_checkpoint(model: str, lora: str | None = None) -> Checkpoint:
     if not (directory / "tokenizer.json").is_file():
         raise InputError(f"--model {model}: no tokenizer.json there; save the fast tokenizer too")
     family, arch = _read_config(directory)
-    files = _weight_files(directory)
-    tensors: dict[str, tuple[AnyPath, TensorInfo]] = {}
+    tensors: dict[str, tuple[Opened, TensorInfo]] = {}
     with ThreadPoolExecutor(_THREADS) as pool:
-        headers = list(pool.map(partial(read_header, folder=directory), files))
-    for path, header in zip(files, headers, strict=True):
+        opened = pool.map(partial(open_tensors, folder=directory), _weight_files(directory))
+        files, headers = zip(*opened, strict=True)
+    for file, header in zip(files, headers, strict=True):
         for name, info in header.items():
             if name in tensors:
-                raise InputError(f"{path}: tensor {name} is also in {tensors[name][0].name}")
-            tensors[name] = (path, info)
+                raise InputError(f"{file}: tensor {name} is also in {tensors[name][0].name}")
+            tensors[name] = (file, info)
     stems = (p for p in family.prefixes if p + family.weights["embed"].name in tensors)
     prefix = next(stems, family.prefixes[0])
     elsewhere = {

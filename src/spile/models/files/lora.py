@@ -20,7 +20,8 @@ from spile.core.bounded_json import Json
 from spile.core.errors import InputError
 from spile.core.identity import full_digest
 from spile.core.tensors import TensorInfo
-from spile.models.files.safetensors import read_header, read_tensor
+from spile.models.files.safetensors import open_tensors, read_tensor
+from spile.objects.opened import Opened
 from spile.objects.paths import AnyPath, path_of, read_json
 
 _CONFIG = "adapter_config.json"
@@ -103,6 +104,7 @@ class Adapter:
 
     directory: AnyPath
     files: tuple[AnyPath, ...]
+    weights: Opened
     changes: Mapping[str, _Change] = field(repr=False)
 
     @property
@@ -112,7 +114,7 @@ class Adapter:
 
     def identity(self) -> str:
         """Digest of the adapter's config and weights; its path is not part of it."""
-        return full_digest(*self.files)
+        return full_digest(*self.files[:-1], self.weights)
 
     def merge(self, name: str, weight: np.ndarray) -> np.ndarray:
         """Apply the adapter to the base tensor `name`, in the same dtype."""
@@ -146,7 +148,7 @@ class Adapter:
         return np.add(weight, delta, dtype=np.float32).astype(weight.dtype)
 
     def _read(self, info: TensorInfo) -> np.ndarray:
-        return read_tensor(self.directory / _WEIGHTS, info)
+        return read_tensor(self.weights, info)
 
     def _check_shape(self, name: str, weight: np.ndarray, change: _Change) -> None:
         if change.stored is not None and change.stored.shape != weight.shape:
@@ -198,7 +200,7 @@ def read_adapter(where: str | Path, tensors: Collection[str]) -> Adapter:
     directory = path_of(str(where))
     config, weights = adapter_files(directory)
     settings = _read_settings(read_json(config), f"{config}")
-    header = read_header(weights, directory)
+    opened, header = open_tensors(weights, directory)
     if not header:
         raise InputError(f"{weights}: holds no tensors")
     faults: list[str] = []
@@ -206,7 +208,7 @@ def read_adapter(where: str | Path, tensors: Collection[str]) -> Adapter:
     if faults:
         shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
         raise InputError(f"{weights}: does not fit the base model or its own config: {shown}")
-    return Adapter(directory, (config, weights), changes)
+    return Adapter(directory, (config, weights), opened, changes)
 
 
 def adapter_files(directory: AnyPath) -> tuple[AnyPath, AnyPath]:

@@ -28,7 +28,8 @@ from spile.core.errors import InputError
 from spile.core.identity import sampled_digest
 from spile.core.npy import read_npy_header
 from spile.core.tensors import as_bytes
-from spile.models.files.safetensors import read_header, read_tensor
+from spile.models.files.safetensors import open_tensors, read_header, read_tensor
+from spile.objects.opened import changed
 from spile.objects.paths import AnyPath, files_below, path_of, read_json, size_of
 
 # The tensors of each kind of encoder; a letter is an axis: width, latents.
@@ -85,6 +86,7 @@ class Sae:
     hook: str | None = None  # TransformerLens name of the hook it was trained on
     raw: bool = False  # in Gemma Scope's own format
     decodes: bool = False  # whether its decoder is used, too
+    sampled: str = ""  # digest of sampled blocks of its tensors, as they were when it was opened
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """The tensors to read, and the shape of each."""
@@ -204,7 +206,8 @@ def open_sae(where: str, *, flag: str = "--encode", decodes: bool = False) -> Sa
     if layout is None:
         known = ", ".join(f"{each.file} ({each.tool})" for each in LAYOUTS)
         raise InputError(f"{flag} {where}: has none of the files {known}{_hint(folder)}")
-    sae = replace(layout.read(folder), decodes=decodes)
+    sae = layout.read(folder)
+    sae = replace(sae, decodes=decodes, sampled=sampled_digest(sae.file))
     _check_tensors(sae)
     return sae
 
@@ -212,12 +215,15 @@ def open_sae(where: str, *, flag: str = "--encode", decodes: bool = False) -> Sa
 def identity(sae: Sae) -> str:
     """An encoder's identity, without its name: its arithmetic and sampled blocks of its tensors."""
     digest = xxhash.xxh3_128_hexdigest(canonical_json(sae.arithmetic()))
-    return f"{sae.architecture} {sae.latents} {digest}-{sampled_digest(sae.file)}"
+    return f"{sae.architecture} {sae.latents} {digest}-{sae.sampled}"
 
 
 def load_arrays(sae: Sae) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Load the float32 arrays for `activations`, for `reconstruction` if it decodes, and the full
     hash of every tensor.
+
+    Raises:
+        DataError: if the file has changed since the encoder was opened.
     """
     arrays: dict[str, np.ndarray] = {}
     digests: dict[str, str] = {}
@@ -225,6 +231,8 @@ def load_arrays(sae: Sae) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     for name, tensor in read(sae).items():
         digests[name] = xxhash.xxh3_128_hexdigest(as_bytes(tensor))
         arrays[name] = np.asarray(tensor, np.float32)
+    if sampled_digest(sae.file) != sae.sampled:
+        raise changed(sae.file, "the encoder has other values now")
     if sae.rescales:
         arrays["decoder_norm"] = np.linalg.norm(arrays["W_dec"], axis=1)
         if not sae.decodes:
@@ -412,8 +420,10 @@ def _npz_arrays(sae: Sae) -> dict[str, np.ndarray]:
 
 
 def _safetensors_arrays(sae: Sae) -> dict[str, np.ndarray]:
-    header = {_named(n): info for n, info in read_header(sae.file, sae.directory).items()}
-    return {name: read_tensor(sae.file, header[name]) for name in sae.tensors()}
+    file, found = open_tensors(sae.file, sae.directory)
+    header = {_named(name): info for name, info in found.items()}
+    # (Copies: what was hashed is what is used, even if the file is written to later.)
+    return {name: np.array(read_tensor(file, header[name])) for name in sae.tensors()}
 
 
 def _hint(folder: AnyPath) -> str:

@@ -19,14 +19,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from spile.core.errors import InputError
 from spile.core.tensors import TensorInfo
 from spile.core.threads import NEVER, Cancellation
 from spile.models.config.arch import Layer
@@ -35,6 +33,7 @@ from spile.models.files.checkpoint import Checkpoint
 from spile.models.forward.decoder import Beside
 from spile.models.forward.sharding import PINNED
 from spile.models.forward.weights import ArrayLoader, Block, WeightArrays
+from spile.objects.opened import OpenedFile
 
 _LOOK = 0.002  # seconds between looks whether the device still works
 
@@ -197,30 +196,24 @@ class EmbeddingRows:
         if self._table is not None:
             return self._table[tokens]
         assert self._found
-        path, info = self._found
+        file, info = self._found
         ids, places = np.unique(tokens, return_inverse=True)
         rows = np.empty((len(ids), info.shape[1]), info.dtype)
         size = rows.itemsize * info.shape[1]
         bytes_of = rows.view(np.uint8)
-        try:
-            with path.open("rb", buffering=0) as file:
-                for row, number in enumerate(ids):
-                    file.seek(info.start + int(number) * size)
-                    if file.readinto(memoryview(bytes_of[row])) != size:
-                        raise InputError(f"{path}: ends too early; was it changed?")
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+        for row, number in enumerate(ids):
+            file.read_into(info.start + int(number) * size, memoryview(bytes_of[row]))
         return rows.astype(self._dtype)[places.reshape(tokens.shape)]
 
 
-def _in_file(checkpoint: Checkpoint, spec: ParamSpec) -> tuple[Path, TensorInfo] | None:
+def _in_file(checkpoint: Checkpoint, spec: ParamSpec) -> tuple[OpenedFile, TensorInfo] | None:
     """Return the file and the place of an array that is stored there unchanged."""
     (name,) = checkpoint.names(spec)
     changed = checkpoint.adapter is not None and name in checkpoint.adapter.targets
     if changed or name not in checkpoint.tensors:
         return None
-    path, info = checkpoint.tensors[name]
-    return (path, info) if isinstance(path, Path) else None
+    file, info = checkpoint.tensors[name]
+    return (file, info) if isinstance(file, OpenedFile) else None
 
 
 @dataclass(frozen=True)
@@ -230,6 +223,8 @@ class SweptModel:
     blocks: StreamedBlocks
     outer: WeightArrays  # used before and after the blocks
     embedding: EmbeddingRows | None = None  # None: the embedding is in `outer`
+    # Raises if the files have changed; to be called when a walk has read what it needs.
+    check: Callable[[], None] = lambda: None
 
 
 @dataclass

@@ -4,7 +4,8 @@ Only the blocks that will run are read, checked and hashed.
 
 The full hash of every tensor is computed as it is read. The first worker of a dataset records the
 hashes in the store, and every later one compares before its first commit. So weights that changed
-under the same path cannot end up in half of a dataset.
+under the same path cannot end up in half of a dataset. A tensor that is read again, for another
+sweep, is hashed again.
 """
 
 # Strict, but for values that jax's own types leave unknown.
@@ -13,14 +14,12 @@ under the same path cannot end up in half of a dataset.
 
 import math
 import mmap
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,7 +28,6 @@ import numpy as np
 import xxhash
 from numpy.lib.array_utils import byte_bounds
 
-from spile.core.errors import InputError
 from spile.core.tensors import TensorInfo, as_bytes
 from spile.core.threads import cancellation
 from spile.models.config.arch import Arch
@@ -46,6 +44,7 @@ from spile.models.files.checkpoint import Checkpoint
 from spile.models.files.safetensors import read_tensor
 from spile.models.forward.ops import FLOAT8, Float8Weight
 from spile.models.forward.sharding import Shards, moved
+from spile.objects.opened import OpenedFile, changed
 
 _THREADS = 8
 _PUTTING = 4  # threads
@@ -484,39 +483,45 @@ class ArrayLoader:
             and not (source.parts or source.transposed)
             and checkpoint.stored(name) == (name,)
             and not (checkpoint.adapter and name in checkpoint.adapter.targets)
-            and isinstance(checkpoint.tensors[name][0], Path)
+            and isinstance(checkpoint.tensors[name][0], OpenedFile)
         )
 
     def _read_into(self, name: str, out: np.ndarray, used: slice | None = None) -> None:
-        """Read a tensor, its pieces in parallel, and hash it on the way the first time.
+        """Read a tensor, its pieces in parallel, and hash it on the way.
 
         It is not mapped: an error of the disk would then end the process. `used`: the bytes to
-        read, of a tensor that was hashed before.
+        read, of a tensor that was hashed before; only a whole tensor is hashed again.
         """
         self._cancellation.check()
-        path, info = self._checkpoint.tensors[name]
-        digest = None if name in self._digests else xxhash.xxh3_128()
-        flat, used = out.reshape(-1), used or slice(0, info.stop - info.start)
+        file, info = self._checkpoint.tensors[name]
+        whole = slice(0, info.stop - info.start)
+        flat, used = out.reshape(-1), used or whole
+        digest = xxhash.xxh3_128() if used == whole else None
 
         def read(start: int) -> memoryview:
             stop = min(start + _READ, used.stop)
             target = flat[start // info.dtype.itemsize : stop // info.dtype.itemsize]
             piece = target if out.dtype == info.dtype else np.empty(target.shape, info.dtype)
             got = as_bytes(piece)
-            _read_all(file.fileno(), info.start + start, got, path)
+            file.read_into(info.start + start, got)
             if piece is not target:
                 target[...] = piece
             return got
 
-        try:
-            with path.open("rb", buffering=0) as file, ThreadPoolExecutor(_READING) as pool:
-                for got in pool.map(read, range(used.start, used.stop, _READ)):
-                    if digest:
-                        digest.update(got)
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+        with ThreadPoolExecutor(_READING) as pool:
+            for got in pool.map(read, range(used.start, used.stop, _READ)):
+                if digest:
+                    digest.update(got)
         if digest:
-            self._digests[name] = digest.hexdigest()
+            self._note(name, digest.hexdigest())
+
+    def _note(self, name: str, digest: str) -> None:
+        """Remember the hash of a tensor; refuse one that was read with another hash before."""
+        known = self._digests.setdefault(name, digest)
+        if known != digest:
+            raise changed(
+                self._checkpoint.tensors[name][0], f"{name} had the hash {known}, now {digest}"
+            )
 
     def _read(self, name: str, take: Callable[[np.ndarray], list[np.ndarray]]) -> np.ndarray:
         """Read a tensor; bytes outside what `take` selects may be undefined."""
@@ -528,7 +533,7 @@ class ArrayLoader:
         parts: list[np.ndarray] = []
         for each in stored:
             file, info = checkpoint.tensors[each]
-            remote, whole = not isinstance(file, Path), slice(0, info.stop - info.start)
+            remote, whole = not isinstance(file, OpenedFile), slice(0, info.stop - info.start)
             if not remote and self._shards is None:
                 # Of a tensor that holds several arrays all is read, and hashed, for the first one.
                 known = as_stored and each in self._digests
@@ -537,18 +542,28 @@ class ArrayLoader:
                 continue
             used = _used(info, take) if remote and as_stored else whole
             parts.append(read_tensor(file, info, used))
-            if remote and used == whole and each not in self._digests:
-                self._digests[each] = xxhash.xxh3_128_hexdigest(as_bytes(parts[-1]))
+            if remote and used == whole:
+                self._note(each, xxhash.xxh3_128_hexdigest(as_bytes(parts[-1])))
         packed = checkpoint.packed.get(name)
         tensor = packed.decode(np, *parts) if packed else parts[0]
         return adapter.merge(name, tensor) if adapter else tensor
 
     def digests(self, process: int, processes: int, *, head: bool) -> dict[str, str]:
-        """The hashes of this process's share of the tensors; together, processes hash all."""
+        """The hashes of this process's share of the tensors; together, processes hash all.
+
+        Raises:
+            DataError: if the files have changed since they were opened, or were replaced.
+        """
         share = sorted(self._tensors(head))[process::processes]
         with ThreadPoolExecutor(_THREADS) as pool:
             taken = pool.map(lambda name: self._digests.get(name) or self._digest(name), share)
-            return dict(zip(share, taken, strict=True))
+            found = dict(zip(share, taken, strict=True))
+        self._checkpoint.check_files(loading=True)
+        return found
+
+    def check(self) -> None:
+        """Raise DataError if what was read, or will be, is not what the files first held."""
+        self._checkpoint.check_files()
 
     def _tensors(self, head: bool) -> set[str]:
         """Every tensor that any process reads."""
@@ -562,22 +577,14 @@ class ArrayLoader:
 
     def _digest(self, name: str) -> str:
         """Hash from the file, piece by piece: mapped pages would count as this process's memory."""
-        path, info = self._checkpoint.tensors[name]
-        state = xxhash.xxh3_128()
-        with path.open("rb") as file:
-            file.seek(info.start)
-            for start in range(info.start, info.stop, _HASHED):
-                state.update(file.read(min(_HASHED, info.stop - start)))
+        self._cancellation.check()
+        file, info = self._checkpoint.tensors[name]
+        state, room = xxhash.xxh3_128(), memoryview(bytearray(_HASHED))
+        for start in range(info.start, info.stop, _HASHED):
+            piece = room[: min(_HASHED, info.stop - start)]
+            file.read_into(start, piece)
+            state.update(piece)
         return state.hexdigest()
-
-
-def _read_all(descriptor: int, start: int, into: memoryview, path: Any) -> None:
-    done = 0
-    while done < len(into):
-        count = os.preadv(descriptor, [into[done:]], start + done)
-        if not count:
-            raise InputError(f"{path}: ends too early; was it changed?")
-        done += count
 
 
 def _of_expert(parts: list[ShardBuffer], number: int, experts: int) -> list[ShardBuffer]:

@@ -96,6 +96,9 @@ class ProfiledStep:
     def loaded(self, seconds: float) -> bool:
         return self._step.loaded(seconds)
 
+    def check(self) -> None:
+        self._step.check()
+
     def compile(self, batch: Batch) -> Sequence[StagePrograms]:
         return self._step.compile(batch)
 

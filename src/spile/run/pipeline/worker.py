@@ -198,6 +198,7 @@ class Worker:
                 queue_write=to_write,
                 queue_commit=to_commit,
             )
+        self._step.check()  # (of some units no token is kept, and no step was run)
         self._since = system().monotonic()
         sink.end(self._since - began)
 

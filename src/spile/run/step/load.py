@@ -83,7 +83,7 @@ class StepLoader:
             spills=residency.spills,
             # (Processes that are joined must not stop at different blocks.)
             cancellation=cancellation() if self.context.world.processes == 1 else NEVER,
-            read=self._compare_hashes if residency.streams else lambda: None,
+            compare_hashes=self._compare_hashes if residency.streams else lambda: None,
             waited=lambda seconds: self.context.counters.add(waited_for_weights=seconds),
         )
 
@@ -93,7 +93,9 @@ class StepLoader:
             embedding = not options.looks_up or tied
             outer = loader.outer(head=job.needs_head, embedding=embedding)
             looked_up = EmbeddingRows(job.checkpoint, loader) if options.looks_up else None
-            return SweptModel(blocks, outer, looked_up)
+            # (What was loaded at once is not read again.)
+            check = loader.check if residency.streams else lambda: None
+            return SweptModel(blocks, outer, looked_up, check)
 
         model = self._in_background(load)
         return lambda settings, extras: Sweep(model, settings, self._shapes, options, extras)

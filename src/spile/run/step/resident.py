@@ -77,6 +77,10 @@ class ResidentStep:
         """Wait up to `seconds` for the model; return whether loading has ended, well or not."""
         return not isinstance(self._given, Future) or bool(wait([self._given], seconds).done)
 
+    def check(self) -> None:
+        """Wait for the model, whose hashes are compared when it has been loaded."""
+        _ = self.params
+
     @cached_property
     def params(self) -> Params:
         """The model; waits until it is loaded, and raises the error that ended loading."""

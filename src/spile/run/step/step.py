@@ -69,6 +69,13 @@ class Step(Protocol):
         """Wait up to `seconds` for the model; return whether loading has ended, well or not."""
         ...
 
+    def check(self) -> None:
+        """Raise if the model could not be loaded, or is not that of the dataset's other units.
+
+        Called before each unit is committed: from then on the hashes of the weights are stored.
+        """
+        ...
+
 
 # -- the output --------------------------------------------------------------------------------
 

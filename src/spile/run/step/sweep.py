@@ -66,7 +66,8 @@ class SweepOptions:
     looks_up: bool = False  # the host looks up embeddings, which the device does not hold
     spills: bool = False  # between blocks, the streams of all but a few batches are on the host
     cancellation: Cancellation = NEVER  # checked between blocks
-    read: Callable[[], None] = lambda: None  # called once, when every tensor has been read
+    # Called once, when the first sweep has read every tensor, or before the first commit.
+    compare_hashes: Callable[[], None] = lambda: None
     # Called after each sweep with the seconds that the device waited for weights.
     waited: Callable[[float], None] = lambda seconds: None
 
@@ -179,7 +180,7 @@ class Sweep:
         extras: the arrays besides the weights.
         """
         self.settings, self._model, self._shapes = settings, model, shapes
-        self._options, self._swept = options, False
+        self._options, self._compared = options, False
         self._place, self._depth = settings.place, settings.schedule.depth
         extras = self._place.everywhere(extras or Extras())
         self.programs = Programs(settings, shapes, extras, "sweep", options.looks_up)
@@ -191,6 +192,18 @@ class Sweep:
     def loaded(self, seconds: float) -> bool:
         """Wait up to `seconds` for the model; return whether loading has ended, well or not."""
         return bool(wait([self._model], seconds).done)
+
+    def check(self) -> None:
+        """Compare hashes the first time, and then whether files have changed since.
+
+        Each sweep ends with this. So no sweep has read anything else than what was hashed.
+        """
+        model = self._ready
+        if self._compared:
+            model.check()
+        else:
+            self._options.compare_hashes()
+            self._compared = True
 
     @cached_property
     def _ready(self) -> SweptModel:
@@ -237,9 +250,7 @@ class Sweep:
         kinds = self._kinds if last else self._kinds[:-1]
         batches = map(self._put, self._parts(batch))
         swept = walk(kinds, model, batches, self._run, self._spilled, options.cancellation)
-        if not self._swept:
-            self._swept = True
-            options.read()
+        self.check()
         options.waited(model.blocks.waited)
         model.blocks.waited = 0.0
         return swept
