@@ -13,6 +13,19 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 S = TypeVar("S", bound=Hashable)
+T = TypeVar("T")
+W = TypeVar("W", bound=tuple[Any, ...])
+
+
+def replaced(items: tuple[T, ...], at: int, item: T) -> tuple[T, ...]:
+    """Return a tuple with another item at a place."""
+    return (*items[:at], item, *items[at + 1 :])
+
+
+def in_order(workers: tuple[W, ...]) -> tuple[tuple[W, ...], tuple[int, ...]]:
+    """Return workers that are alike in order, and where each of them was."""
+    order = sorted(range(len(workers)), key=workers.__getitem__)
+    return tuple(workers[n] for n in order), tuple(order)
 
 
 class Model(Protocol[S]):

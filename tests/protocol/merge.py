@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from protocol.checker import in_order, replaced
+
 LOOK = "look"  # Ledger.read_table, Ledger.done_units
 TAKE = "take"  # _units: one unit after the other
 WRITE = "write"  # FileCopier.copy
@@ -94,9 +96,8 @@ class MergeProtocol:
         return state.table
 
     def canonical(self, state: State) -> tuple[State, tuple[int, ...]]:
-        workers = state.workers
-        order = sorted(range(len(workers)), key=workers.__getitem__)
-        return state._replace(workers=tuple(workers[n] for n in order)), tuple(order)
+        workers, order = in_order(state.workers)
+        return state._replace(workers=workers), order
 
     def steps(self, state: State) -> Iterator[tuple[str, int | None, State]]:
         for who, worker in enumerate(state.workers):
@@ -175,12 +176,11 @@ class MergeProtocol:
 
 
 def _with(state: State, who: int, worker: Worker) -> State:
-    workers = state.workers
-    return state._replace(workers=(*workers[:who], worker, *workers[who + 1 :]))
+    return state._replace(workers=replaced(state.workers, who, worker))
 
 
 def _unit(state: State, number: int, unit: Unit) -> State:
-    return state._replace(units=(*state.units[:number], unit, *state.units[number + 1 :]))
+    return state._replace(units=replaced(state.units, number, unit))
 
 
 def _without_scratch(state: State) -> State:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from protocol.checker import Broken
+from protocol.checker import Broken, in_order, replaced
 
 # Files of an attempt.
 NO, SOME, WHOLE, TORN = "no", "some", "whole", "torn"  # torn: files were removed
@@ -187,9 +187,8 @@ class Protocol:
 
     def canonical(self, state: State) -> tuple[State, tuple[int, ...]]:
         """Workers are alike: their order is of no matter."""
-        workers = state.workers
-        order = sorted(range(len(workers)), key=workers.__getitem__)
-        return state._replace(workers=tuple(workers[n] for n in order)), tuple(order)
+        workers, order = in_order(state.workers)
+        return state._replace(workers=workers), order
 
     # -- what may happen ---------------------------------------------------------------------
 
@@ -552,13 +551,11 @@ class Protocol:
 
 
 def _with(state: State, who: int, worker: Worker) -> State:
-    workers = state.workers
-    return state._replace(workers=(*workers[:who], worker, *workers[who + 1 :]))
+    return state._replace(workers=replaced(state.workers, who, worker))
 
 
 def _unit(state: State, number: int, unit: Unit) -> State:
-    units = state.units
-    return state._replace(units=(*units[:number], unit, *units[number + 1 :]))
+    return state._replace(units=replaced(state.units, number, unit))
 
 
 def _kinds(seen: set[int]) -> tuple[int, ...]:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from protocol.checker import in_order, replaced
+
 NUMBERS = 2  # passes of the same taps: each time they were dropped, one more
 
 # What there is of the unit of a pass.
@@ -123,9 +125,8 @@ class AddingTaps:
 
     def canonical(self, state: State) -> tuple[State, tuple[int, ...]]:
         """Workers that want the same are alike."""
-        workers = state.workers
-        order = sorted(range(len(workers)), key=workers.__getitem__)
-        return state._replace(workers=tuple(workers[n] for n in order)), tuple(order)
+        workers, order = in_order(state.workers)
+        return state._replace(workers=workers), order
 
     # -- what may happen ---------------------------------------------------------------------
 
@@ -224,12 +225,12 @@ class AddingTaps:
         yield "gc: ends, or is killed", None, state._replace(gc=None)
         each = state.passes[state.gc[0]][state.gc[1]]
         removed = {
-            "record": each.record and each._replace(record=False),
-            "unit": each.unit > NOTHING and each._replace(torn=True),
-            "mark": self.bugs.gc_takes_dropped and each._replace(dropped=False),
+            "record": (each.record, each._replace(record=False)),
+            "unit": (each.unit > NOTHING, each._replace(torn=True)),
+            "mark": (self.bugs.gc_takes_dropped, each._replace(dropped=False)),
         }
-        for name, made in removed.items():
-            if made and made != each:
+        for name, (is_there, made) in removed.items():
+            if is_there and made != each:
                 yield f"gc: removes its {name}", None, _set(state, *state.gc, made)
 
 
@@ -246,11 +247,8 @@ def _put(state: State, worker: Worker, made: Pass) -> State:
 
 
 def _set(state: State, taps: int, number: int, made: Pass) -> State:
-    numbers = list(state.passes[taps])
-    numbers[number] = made
-    both = list(state.passes)
-    both[taps] = tuple(numbers)
-    return state._replace(passes=tuple(both))
+    numbers = replaced(state.passes[taps], number, made)
+    return state._replace(passes=replaced(state.passes, taps, numbers))
 
 
 def _reached(state: State, worker: Worker, unit: int) -> State:
@@ -259,8 +257,7 @@ def _reached(state: State, worker: Worker, unit: int) -> State:
 
 
 def _with(state: State, who: int, worker: Worker) -> State:
-    workers = state.workers
-    return state._replace(workers=(*workers[:who], worker, *workers[who + 1 :]))
+    return state._replace(workers=replaced(state.workers, who, worker))
 
 
 def _refused(state: State, who: int, worker: Worker) -> State:

@@ -1,11 +1,9 @@
 """Merges keep their promises in every state that several at once can reach, killed at any time."""
 
-import importlib
-
 import pytest
 
 from protocol.checker import check
-from protocol.merge import FUNCTIONS, MergeBugs, MergeProtocol
+from protocol.merge import MergeBugs, MergeProtocol
 
 
 @pytest.mark.parametrize(
@@ -33,12 +31,3 @@ def test_a_file_written_under_its_key_tears_one_that_a_record_names() -> None:
 def test_a_table_that_comes_first_shows_a_dataset_that_is_not_whole() -> None:
     found = check(MergeProtocol(bugs=MergeBugs(table_first=True)))
     assert (found.fault, len(found.trace)) == ("the table implies the manifest", 1)
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_the_functions_that_actions_stand_for_are_there(function: str) -> None:
-    module, _, name = function.partition(":")
-    found = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    assert callable(found)

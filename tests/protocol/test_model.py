@@ -1,12 +1,11 @@
 """The protocol holds in every state it can reach, and would not without what holds it up."""
 
-import importlib
 from collections.abc import Callable
 
 import pytest
 
 from protocol.checker import check
-from protocol.model import FUNCTIONS, Bugs, Protocol
+from protocol.model import Bugs, Protocol
 
 FILES, EXIT, GC = (
     "a record implies its files",
@@ -128,12 +127,3 @@ def test_what_else_the_protocol_stands_on_is_missed_where_it_is_left_out(
 )
 def test_what_growing_stands_on_is_missed_where_it_is_left_out(bug: str, fault: str) -> None:
     assert check(Protocol(workers=1, units=2, base=1, bugs=Bugs(**{bug: True}))).fault == fault
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_the_functions_that_actions_stand_for_are_there(function: str) -> None:
-    module, _, name = function.partition(":")
-    found = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    assert callable(found)

@@ -1,12 +1,11 @@
 """Taps are added once, and read from one place, whoever is killed, drops them or cleans up."""
 
-import importlib
 from collections.abc import Callable
 
 import pytest
 
 from protocol.checker import check
-from protocol.passes import FUNCTIONS, AddingTaps, Bugs
+from protocol.passes import AddingTaps, Bugs
 
 MOST = 5_000_000
 
@@ -44,12 +43,3 @@ def test_what_passes_stand_on_is_missed_where_it_is_left_out(
 ) -> None:
     found = check(AddingTaps(wants, gc=bug == "gc_takes_dropped", bugs=Bugs(**{bug: True})))
     assert found.fault == fault
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_the_functions_that_actions_stand_for_are_there(function: str) -> None:
-    module, _, name = function.partition(":")
-    found = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    assert callable(found)
