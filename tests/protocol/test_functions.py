@@ -4,9 +4,9 @@ import importlib
 
 import pytest
 
-from protocol import merge, model, passes
+from protocol import copying, maintaining, merge, model, operations, passes
 
-MODELS = (model, merge, passes)
+MODELS = (model, merge, passes, operations, copying, maintaining)
 
 
 @pytest.mark.parametrize("function", sorted({name for each in MODELS for name in each.FUNCTIONS}))
