@@ -220,11 +220,10 @@ class Extraction(RunContext):
         if len(newest.units) == outcome.units_total:
             return False
         if dataset.derived.read_manifest(newest.layout) is None:
-            _log.warning(
-                "%s: documents are being added there; these taps lack them until the same command "
-                "runs again after that", self.ledger.url
-            )  # fmt: skip
-            return False
+            raise StoreError(
+                f"{self.ledger.url}: documents are being added there, which these taps lack; run "
+                "the same command again after that"
+            )
         if self.world.processes > 1:  # (what joined processes share has one name a run)
             raise StoreError(
                 f"{self.ledger.url}: documents were added meanwhile, which these taps lack; run "

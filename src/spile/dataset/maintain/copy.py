@@ -225,7 +225,8 @@ class NewDataset:
         other: what the place may hold instead, for the message.
         """
         self.objects, self.ledger = ledger.objects, ledger
-        self.table, self._key, self._other = table, key, other
+        self.table = replace(table, units=table.units.stored())
+        self._key, self._other = key, other
 
     def units_there(self) -> set[int]:
         """Return the units that are done; refuse a place that holds anything else."""

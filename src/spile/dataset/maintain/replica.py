@@ -10,14 +10,14 @@ there are not copied again.
 
 import hashlib
 import re
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import xxhash
 
-from spile.core.errors import ConfigError, CorruptError
+from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.system import system
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
@@ -30,7 +30,7 @@ from spile.dataset.maintain.copy import (
     refuse_strangers,
 )
 from spile.dataset.records.ledger import Ledger
-from spile.dataset.records.passes import Pass, pass_names
+from spile.dataset.records.passes import Pass, pass_names, readable_passes
 from spile.dataset.records.table import Table
 from spile.objects import Objects, check_creates_once, exists
 from spile.objects.local import settle
@@ -66,6 +66,7 @@ class _Count:
 
     def __init__(self) -> None:
         self.units = self.there = self.files = self.bytes = 0
+        self.seen = defaultdict[str, set[int]](set)  # units that are in the copy, by place
         self._lock = system().lock()
 
     def add(self, size: int) -> None:
@@ -91,6 +92,18 @@ class _Beside:
     def after_units(self) -> "_Beside":
         return self._part(lambda key: not _BEFORE_UNITS.fullmatch(key))
 
+    def refuse_missing(self, copied: Collection[int]) -> None:
+        """Refuse a manifest if a unit that it names was not copied: a repair has moved it aside."""
+        for key, data in self.records.items():
+            if key.endswith(fmt.MANIFEST):
+                units = range(fmt.decode_record(key, data, "manifest")["units"])
+                missing = next((unit for unit in units if unit not in copied), None)
+                if missing is not None:
+                    raise StoreError(
+                        f"{key}: unit {missing}, which it names, was not there to be copied; a "
+                        "repair may be at work: run the same command again after it"
+                    )
+
     def _part(self, wanted: Callable[[str], object]) -> "_Beside":
         records = {key: data for key, data in self.records.items() if wanted(key)}
         return _Beside(records, [key for key in self.files if wanted(key)], self.digests)
@@ -115,10 +128,16 @@ def replicate(
     dropped, places = _passes(own)
     # Read these before the units: a manifest that is written later may name units not copied.
     beside = {ledger.prefix: _beside_of(source, ledger.prefix, table) for ledger in places}
-    for ledger in places:
-        _copy_beside(source, dest, ledger, beside[ledger.prefix].before_units, count)
+    copied = Ledger(dest)
+    for number, made in enumerate(table.generations, 1):
+        copied.refuse_strays(made.before, fmt.generation_key(number))
     for key in dropped:
         _create(dest, key, source.get(key), count)
+    live = [ledger.of_pass for ledger in places if ledger.of_pass]
+    _refuse_same_taps(copied, table, live)
+    for ledger in places:
+        _copy_beside(source, dest, ledger, beside[ledger.prefix].before_units, count)
+    _refuse_same_taps(copied, table, live)  # (another process may have begun one)
     groups = [(ledger, group) for ledger in places for group in _groups(source, ledger.prefix)]
     units = (
         unit
@@ -129,6 +148,8 @@ def replicate(
         count.units, count.there = count.units + 1, count.there + was_there
         if progress:
             progress(count.units, len(table.units) * len(places))
+    for ledger in places:
+        beside[ledger.prefix].refuse_missing(count.seen[ledger.prefix])
     there = count.units if len(places) == 1 else len(Ledger(dest).done_units())
     for ledger in reversed(places):
         _copy_beside(source, dest, ledger, beside[ledger.prefix].after_units, count)
@@ -152,6 +173,18 @@ def _passes(own: Ledger) -> tuple[list[str], list[Ledger]]:
     dropped = [each.prefix + fmt.DROPPED for each in every if each.is_dropped]
     live = [each.ledger for each in every if exists(each.objects, fmt.PASS) and not each.is_dropped]
     return dropped, [own, *live]
+
+
+def _refuse_same_taps(copied: Ledger, table: Table, live: Sequence[Pass]) -> None:
+    """Refuse a copy whose taps the destination has in another pass than the source."""
+    known = {each.name for each in live}
+    taps = {tap for each in live if (own := each.table_over(table)) for tap in own.taps}
+    for other, found in readable_passes(copied, table):
+        if other.name not in known and (both := taps & found.taps.keys()):
+            raise ConfigError(
+                f"{copied.url} has {min(both)} from another pass ({other.name}); drop it there by "
+                f"`spile drop {copied.url} --taps {other.name}`, then copy again"
+            )
 
 
 def _groups(source: Objects, place: str) -> list[str]:
@@ -237,6 +270,7 @@ def _units(
         return copied
 
     def finish(key: str, data: bytes, files: Sequence[Shard], _: Sequence[Shard]) -> bool:
+        count.seen[place].add(fmt.parse_done_key(key[len(place) :]) or 0)
         if key in there:
             return True
         settle(dest, *(file.key for file in files))

@@ -456,7 +456,10 @@ class Ledger:
         if self.repair and not self.repair.before_complete(table):
             return False
         layout, manifest = table.layout, table.layout.manifest_key
-        if exists(self.objects, manifest):
+        known = self.derived.read_manifest(layout)
+        if known is not None:
+            if known.table != table.order:
+                raise CorruptError(manifest, f"belongs to another table than {fmt.UNITS}")
             return True
         own = [g for g in self.committed_groups if self.looks_after_commit(g)]
         is_last = any([self.seal(table, group) for group in own])

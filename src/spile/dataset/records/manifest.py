@@ -35,6 +35,7 @@ class Manifest:
     """The manifest, as stored: sums over all units, and the files that hold the units."""
 
     fingerprint: str
+    table: str  # `Table.order` of the table that it is of
     totals: Totals
     segments: tuple[SegmentFile, ...]
     columns: ColumnFile
@@ -64,6 +65,10 @@ class Derived:
 
     def catalog(self, table: Table, manifest: Manifest) -> Catalog:
         """Return the units of a finished dataset."""
+        if manifest.table != table.order:
+            raise CorruptError(
+                table.layout.manifest_key, f"belongs to another table than {fmt.UNITS}"
+            )
         layout, count = table.layout, len(table.units)
         groups = range(layout.groups(count))
         wanted = [(layout.segment_key(g), len(layout.units_of(g, count))) for g in groups]
@@ -100,6 +105,7 @@ class Derived:
         file, data = named_by_content(layout.manifest_columns, columns)
         body = {
             "fingerprint": table.fingerprint,
+            "table": table.order,
             **asdict(total),
             "segments": [each.to_json() for each in files],
             "columns": file.to_json(),
@@ -124,7 +130,7 @@ def _manifest_of(body: Mapping[str, Any], layout: KeyLayout) -> Manifest:
         counts = {name: body[name] for name in ("rows", "tokens", "documents", "bytes")}
         skipped: dict[str, Any] = body["skipped"]
         sound = all(map(fmt.is_count, (*counts.values(), *skipped.values())))
-        sound = sound and all(map(fmt.is_name, (body["fingerprint"], *skipped)))
+        sound = sound and all(map(fmt.is_name, (body["fingerprint"], body["table"], *skipped)))
         segments = tuple(SegmentFile.from_json(each) for each in body["segments"])
         columns = ColumnFile.from_json(body["columns"], layout.manifest_columns)
         units, seconds = body["units"], body["seconds"]
@@ -136,7 +142,7 @@ def _manifest_of(body: Mapping[str, Any], layout: KeyLayout) -> Manifest:
     if not sound:
         raise CorruptError(key, "is not a manifest (a count or a name is invalid)")
     totals = Totals(units=units, seconds=float(seconds), skipped=skipped, **counts)
-    return Manifest(body["fingerprint"], totals, segments, columns)
+    return Manifest(body["fingerprint"], body["table"], totals, segments, columns)
 
 
 def named_files(table: Table, *manifests: Manifest) -> set[str]:

@@ -152,10 +152,11 @@ class Table:
 
     @property
     def order(self) -> str:
-        """The identity of the order of a stored dataset's rows."""
+        """The identity of the units and their rows' order, which manifests and readers compare."""
         files = [file["identity"] for file in self.files]
         more = [each.columns and each.columns.digest for each in self.generations]
-        told = [self.fingerprint, files, self.units.key, more]
+        units = self.units if self.units.key.startswith(fmt.UNIT_COLUMNS) else self.units.stored()
+        told = [self.fingerprint, files, units.key, more]
         told += [self.shuffled["drawn"]] if self.shuffled else []
         return xxhash.xxh3_128_hexdigest(canonical_json(told))
 

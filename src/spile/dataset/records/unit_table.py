@@ -22,6 +22,7 @@ from spile.dataset.codec.columns import (
     check_texts,
     ends_of,
     ints,
+    named_by_content,
     read_columns,
     run_of,
     text_columns,
@@ -77,6 +78,11 @@ class UnitColumns(Sequence[Unit]):
         """
         taken = self.part(0, int(ends[-1]) if len(ends) else 0)
         return UnitColumns(len(ends), lambda: _merged(taken, ends), self.key)
+
+    def stored(self) -> "UnitColumns":
+        """Return the same units, as they are named by the key of the file that will hold them."""
+        file, _ = named_by_content(fmt.UNIT_COLUMNS, self.columns)
+        return UnitColumns(self._count, lambda: self.columns, file.key)
 
     def moved(self, docs: int, files: int) -> "UnitColumns":
         """Return the units of a corpus that follows another of so many documents and files."""
