@@ -186,7 +186,7 @@ def make_table(
             tap: TapInfo((info,), dtype) if isinstance(info, int) else info
             for tap, info in taps.items()
         },
-        files=({"path": "/corpora/tiny.jsonl", "identity": "12-ab"},),
+        files=tuple({"path": recipe.corpus_source, "identity": file} for file in recipe.corpus),
         units=UnitColumns.of(
             [
                 Unit(number, first_docs[number], len(lengths), max(1, sum(lengths)), ())

@@ -328,7 +328,7 @@ def add_copy(verbs: Verbs) -> None:
 
 
 def copy(arguments: argparse.Namespace) -> None:
-    from spile.dataset.maintain.assemble import copy_part, parse_units
+    from spile.dataset.maintain.assemble import copy_part
     from spile.dataset.maintain.replica import replicate
     from spile.run.pipeline.display import counted
 
@@ -339,8 +339,9 @@ def copy(arguments: argparse.Namespace) -> None:
             made = replicate(source, dest, progress=progress)
             text = copy_text(made)
         else:
-            units = None if arguments.units is None else parse_units(arguments.units)
-            made = copy_part(source, dest, taps=arguments.taps, units=units, progress=progress)
+            made = copy_part(
+                source, dest, taps=arguments.taps, units=arguments.units, progress=progress
+            )
             text = assembled_text(made)
     print(json.dumps(dataclasses.asdict(made)) if arguments.json else text)
 

@@ -231,9 +231,17 @@ class RowFilter:
     @property
     def flags(self) -> dict[str, int]:
         """The flags that `where` names, with their bits in the index."""
+        return {name: _SWITCHES[name] for name in self._names if name in _SWITCHES}
+
+    @property
+    def by_document(self) -> bool:
+        """Whether `where` names the ordinals of documents, which depend on the whole corpus."""
+        return "doc" in self._names
+
+    @property
+    def _names(self) -> list[str]:
         nodes = ast.walk(self._tree) if self._tree else ()
-        names = [node.id for node in nodes if isinstance(node, ast.Name)]
-        return {name: _SWITCHES[name] for name in names if name in _SWITCHES}
+        return [node.id for node in nodes if isinstance(node, ast.Name)]
 
     def mask(self, index: np.ndarray) -> np.ndarray:
         """Return a mask of the kept entries; `index` must hold whole contexts, in order."""

@@ -108,6 +108,65 @@ def test_datasets_are_joined_one_after_the_other(kind: str, tmp_path: Path) -> N
     assert len(batch["index"]) == 50
 
 
+def test_a_corpus_file_comes_from_one_part_alone(tmp_path: Path) -> None:
+    one = stored.copied(tmp_path / "a")
+    two = stored.copied(tmp_path / "b", ((7, 0),), seed=5, **OTHER)
+    grown = stored.copied(tmp_path / "grown", ((3,), (2,)), grown=(1,), corpus=("78-gh",))
+    later = stored.build(tmp_path / "later", ((4,),), corpus=("1-cd",), corpus_source="/c/new")
+    joined = LocalObjects(tmp_path / "joined")
+    merge([one.objects, two.objects], joined)
+    for unit in (0, 1):
+        copy_part(one.objects, LocalObjects(tmp_path / f"part-{unit}"), units=[unit])
+
+    def refused(file: str, *sources: Objects) -> None:
+        dest = LocalObjects(tmp_path / "dest")
+        named = f"{sources[-2].url} and {sources[-1].url} both hold the documents of {file}; leave"
+        with pytest.raises(ConfigError, match=named):
+            merge(sources, dest)
+        assert not dest.root.exists()
+
+    refused("/corpora/other.jsonl", one.objects, two.objects, two.objects)
+    refused("/corpora/other.jsonl", joined, two.objects)
+    refused("/c/new", one.objects, grown.objects, later.objects)
+    refused("/corpora/tiny.jsonl", *(LocalObjects(tmp_path / f"part-{n}") for n in (0, 1)))
+
+
+MADE_APART = "extract both corpora as one dataset, or --add-corpus one"
+
+
+@pytest.mark.parametrize(("recipe", "reason"), [
+    ({"where": "doc < 3 and pos > 0"}, f"--where 'doc < 3 and pos > 0'.*{MADE_APART}"),
+    ({"dedupe": True}, f"--dedupe, and nothing tells .*{MADE_APART}"),
+    ({"max_docs": 2}, "a ends at its --max-docs, .*; merge it last, or add them first"),
+    ({"max_tokens": 7}, "a ends at its --max-tokens, .*; merge it last, or add them first"),
+    ({"max_docs": 2, "shuffle_docs": 3}, "a is a sample of its corpus"),
+])  # fmt: skip
+def test_what_a_merge_would_make_untrue_is_refused(
+    recipe: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    one = stored.build(tmp_path / "a", ((5,), (3,)), **recipe)
+    two = stored.build(tmp_path / "b", ((4,),), seed=5, **OTHER, **recipe)
+    with pytest.raises(ConfigError, match=reason) as raised:
+        merge([one.objects, two.objects], LocalObjects(tmp_path / "dest"))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("first", "last", "merged"), [
+    (9, 9, None),  # neither corpus had as many documents
+    (9, 1, 3),
+    (None, 1, 3),
+])  # fmt: skip
+def test_a_limit_of_the_last_part_counts_all_documents(
+    first: int | None, last: int, merged: int | None, tmp_path: Path
+) -> None:
+    one = stored.build(tmp_path / "a", ((5,), (3,)), max_docs=first, max_tokens=100)
+    two = stored.build(tmp_path / "b", ((4,),), max_docs=last, max_tokens=100, **OTHER)
+    dest = LocalObjects(tmp_path / "dest")
+    merge([one.objects, two.objects], dest)
+    recipe = checked(dest).recipe
+    assert (recipe.max_docs, recipe.max_tokens) == (merged, None)
+
+
 @pytest.mark.parametrize("verb", ["part", "merge"])
 def test_what_is_killed_cannot_be_opened_and_the_same_command_continues(
     verb: str, tmp_path: Path
@@ -152,7 +211,10 @@ def test_other_datasets_are_not_merged_and_one_line_says_what_differs(tmp_path: 
 
     refused(other("b", seq_len=4), "differ in seq-len: 8 and 4; extract both by one recipe")
     refused(other("c", every=2), "differ in every: None and 2")
-    refused(other("d", corpus=("12-ab",)), "both hold the documents of 12-ab")
+    refused(
+        other("d", corpus=("56-ef", "12-ab")),
+        f"{one.path} and {tmp_path / 'd'} both hold the documents of /corpora/other.jsonl",
+    )
     refused(other("e"), "have different int8 scales for q.1")
     weights = other("f", scales_of=one)
     weights.objects.delete(fmt.MODEL)
@@ -217,10 +279,11 @@ def test_parts_that_do_not_exist_are_refused(tmp_path: Path) -> None:
     copy_part(made.objects, dest, units=[1])
     with pytest.raises(ConfigError, match="or other units or taps of this one"):
         copy_part(made.objects, dest, units=[2])
-    assert parse_units("3, 0-2,2") == [0, 1, 2, 3]
+    assert parse_units("3, 0-2,2", 5) == [0, 1, 2, 3]
+    assert parse_units("99999990-99999999,3-99999999", 5) == [3, 4, 5]
     for text in ("", "a", "3-1", "1-", "-1"):
         with pytest.raises(ConfigError, match="is not a unit"):
-            parse_units(text)
+            parse_units(text, 5)
 
 
 @pytest.mark.varied
@@ -257,3 +320,5 @@ def test_the_commands_say_what_was_made(tmp_path: Path) -> None:
     assert said.out.startswith(f"{tmp_path / 'part'}: 7 rows of 1 tap in 1 unit, ")
     part = run("copy", tmp_path / "both", tmp_path / "part", "--units", "x")
     assert (part.code, part.err.count("\n")) == (2, 1)
+    part = run("copy", tmp_path / "both", tmp_path / "part", "--units", "5-99999999")
+    assert (part.code, part.err.count("\n")) == (2, 1) and "has 6 units, 0 to 5" in part.err

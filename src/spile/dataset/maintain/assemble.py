@@ -16,6 +16,8 @@ import numpy as np
 import xxhash
 
 from spile.core.errors import ConfigError
+from spile.core.expressions import RowFilter
+from spile.core.options import flag_of
 from spile.core.threads import OnProgress
 from spile.dataset import format as fmt
 from spile.dataset.codec.shard import read_tensors, statistics_tensors
@@ -35,6 +37,7 @@ from spile.dataset.records.table import Table
 from spile.objects import Objects, check_creates_once
 
 COPIED_FROM = "copied"  # key of the origin in `made_by`
+_OF_ALL = ("corpus", "max_docs", "max_tokens")  # what a merge makes of those of all datasets
 
 
 @dataclass(frozen=True)
@@ -78,14 +81,19 @@ class _Source:
 # -- a part of one dataset -----------------------------------------------------------------------
 
 
-def parse_units(text: str) -> list[int]:
-    """Parse units such as `0-99,150`; return them in ascending order."""
+def parse_units(text: str, count: int) -> list[int]:
+    """Parse units such as `0-99,150`; return them in ascending order.
+
+    Args:
+        count: the number of units that there are. Of larger numbers, this one is returned.
+    """
     found: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,8})(?:-(\d{1,8}))?\s*", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise ConfigError(f"--units {text!r}: {part!r} is not a unit (5) or a range (0-27)")
-        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+        first, last = (min(int(number), count) for number in (match[1], match[2] or match[1]))
+        found.update(range(first, last + 1))
     return sorted(found)
 
 
@@ -94,7 +102,7 @@ def copy_part(
     dest: Objects,
     *,
     taps: str | Sequence[str] | None = None,
-    units: Sequence[int] | None = None,
+    units: str | Sequence[int] | None = None,
     progress: OnProgress | None = None,
 ) -> Assembled:
     """Copy some taps or units of a finished dataset as a new dataset, or continue such a copy.
@@ -103,16 +111,16 @@ def copy_part(
 
     Args:
         taps: by default, all complete taps; as for `export`.
-        units: in ascending order; by default, all.
+        units: as `parse_units` reads them, or in ascending order; by default, all.
     """
     refuse_nested(source, dest)
     table, records = open_finished(source, taps)
-    chosen = range(len(table.units)) if units is None else units
-    if not chosen or chosen[-1] >= len(table.units):
-        raise ConfigError(
-            f"--units: {source.url} has {len(table.units)} units, 0 to {len(table.units) - 1}"
-        )
-    if table.shuffled and len(chosen) < len(table.units):
+    count = len(table.units)
+    chosen = parse_units(units, count) if isinstance(units, str) else units
+    chosen = range(count) if chosen is None else chosen
+    if not chosen or chosen[-1] >= count:
+        raise ConfigError(f"--units: {source.url} has {count} units, 0 to {count - 1}")
+    if table.shuffled and len(chosen) < count:
         raise ConfigError(
             f"--units: {source.url} was shuffled, so each unit holds rows of all documents; "
             "copy units of the dataset that it was made from"
@@ -145,12 +153,14 @@ def merge(
         before = parts[-1] if parts else None
         first = before.first_doc + _documents(before.table) if before else 0
         parts.append(_Source(objects, table, records, range(len(table.units)), first))
+    _refuse_shared_files(parts)
     for part in parts[1:]:
         _refuse_different(parts[0], part)
     first = parts[0].table
     recipe = replace(
         first.recipe,
         corpus=tuple(itertools.chain(*(part.table.recipe.corpus for part in parts))),
+        **_limits_of_all(parts),
     )
     files = 0
     units = list[Any]()
@@ -189,16 +199,24 @@ def _refuse_different(one: _Source, other: _Source) -> None:
     mine, theirs = (part.table.recipe.identity() for part in (one, other))
     named = f"merge: {one.objects.url} and {other.objects.url}"
     for name in sorted(mine):
-        if name != "corpus" and mine[name] != theirs[name]:
+        if name not in _OF_ALL and mine[name] != theirs[name]:
             raise ConfigError(
                 f"{named} differ in {name.replace('_', '-')}: {fmt.shown(mine[name])} and "
                 f"{fmt.shown(theirs[name])}; extract both by one recipe"
             )
     if one.table.taps != other.table.taps:
         raise ConfigError(f"{named} store their taps differently; extract both by one recipe")
-    both = {*one.table.recipe.corpus} & {*other.table.recipe.corpus}
-    if both:
-        raise ConfigError(f"{named} both hold the documents of {fmt.shown(min(both))}")
+    recipe, together = one.table.recipe, "extract both corpora as one dataset, or --add-corpus one"
+    if recipe.where is not None and RowFilter(recipe.where, None).by_document:
+        raise ConfigError(
+            f"{named} were made with --where {recipe.where!r}, and a merge changes the numbers of "
+            f"documents (doc); {together}"
+        )
+    if recipe.dedupe:
+        raise ConfigError(
+            f"{named} were made with --dedupe, and nothing tells whether they share documents; "
+            f"{together}"
+        )
     scales = [part.records.scales() for part in (one, other)]
     for tap in scales[0]:
         if not np.array_equal(scales[0][tap], scales[1].get(tap, ())):
@@ -207,6 +225,58 @@ def _refuse_different(one: _Source, other: _Source) -> None:
             )
     if one.records.weights() != other.records.weights():
         raise ConfigError(f"{named} were made with different weights ({fmt.MODEL} differs)")
+
+
+def _refuse_shared_files(parts: Sequence[_Source]) -> None:
+    """Refuse a corpus file that two of the datasets have: its documents would come twice."""
+    holders: dict[str, _Source] = {}
+    for part in parts:
+        for file in part.table.files:
+            other = holders.setdefault(file["identity"], part)
+            if other is not part:
+                raise ConfigError(
+                    f"merge: {other.objects.url} and {part.objects.url} both hold the documents of "
+                    f"{fmt.shown(file['path'])}; leave one of the two out"
+                )
+
+
+def _limits_of_all(parts: Sequence[_Source]) -> dict[str, int | None]:
+    """Return the limits on documents that are true of the merged dataset.
+
+    A limit that left nothing out is dropped. One that ended the last dataset becomes the sum of
+    all.
+
+    Raises:
+        ConfigError: if an earlier dataset was cut short: no limit tells what the whole lacks.
+    """
+    return {
+        "max_docs": _limit_of_all(parts, "max_docs", "num_docs"),
+        "max_tokens": _limit_of_all(parts, "max_tokens", "tokens"),
+    }
+
+
+def _limit_of_all(parts: Sequence[_Source], name: str, column: str) -> int | None:
+    counts = [int(getattr(part.table.units, column).sum()) for part in parts]
+    cut = list[_Source]()
+    for part, count in zip(parts, counts, strict=True):
+        limit = getattr(part.table.recipe, name)
+        # (A copy may lack units of its own, so its sum does not tell.)
+        if limit is not None and (count >= limit or part.table.made_of):
+            cut.append(part)
+    if not cut:
+        return None
+    url, flag = cut[0].objects.url, flag_of(name)
+    if cut[0].table.recipe.shuffle_docs is not None:
+        raise ConfigError(
+            f"merge: {url} is a sample of its corpus (--shuffle-docs with {flag}), and several "
+            "samples are not one of all; extract the corpora as one dataset"
+        )
+    if cut[0] is not parts[-1]:
+        raise ConfigError(
+            f"merge: {url} ends at its {flag}, and the documents after that would be missing in "
+            "between; merge it last, or add them first with --more and a larger limit"
+        )
+    return sum(counts)
 
 
 # -- both ------------------------------------------------------------------------------------------
