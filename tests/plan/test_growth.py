@@ -1,5 +1,6 @@
 """Documents that may be added to a dataset, their place, and refusals."""
 
+import dataclasses
 import gzip
 import json
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from spile.dataset.records.table import Table
 from spile.objects import MemoryObjects
 from spile.plan.job import ExtractionJob
 from spile.plan.resolve import resolve, store_table
+from support import stored
 
 TEXTS = [f"document {n} has words of its own, {'and ' * (n % 5)}ends" for n in range(20)]
 
@@ -142,6 +144,54 @@ def test_new_files_follow_whatever_their_names(growing: Growing, tmp_path: Path)
     lines(tmp_path / "corpus" / "0.jsonl", TEXTS[12:])
     growing.more()
     assert growing.texts() == TEXTS
+
+
+def test_files_that_the_dataset_has_are_not_added(
+    growing: Growing, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = growing.begin()
+    other = tmp_path / "other"
+    lines(other / "a.jsonl", TEXTS[:8])  # b.jsonl by another name
+    lines(other / "c.jsonl", TEXTS[8:12])
+    (other / "d.jsonl").symlink_to(tmp_path / "corpus" / "b.jsonl")
+    lines(other / "e.jsonl", TEXTS[8:12])
+    lines(other / "f.jsonl", TEXTS[12:])
+    with caplog.at_level("INFO"):
+        table = growing.more(add_corpus=str(other))
+    assert "--add-corpus: 3 of 5 files are in the dataset already; 2 added" in caplog.text
+    assert growing.texts() == TEXTS
+    assert [Path(file["path"]).name for file in table.files] == ["b.jsonl", "c.jsonl", "f.jsonl"]
+    # Sources that overlap, as those of merged datasets may: nothing is new, and nothing differs.
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        assert growing.more(add_corpus=str(other / "*.jsonl")) == table
+    assert "3 of 3 files are in the dataset already; 0 added" in caplog.text
+    assert "nothing new" in caplog.text
+    (tmp_path / "corpus" / "copy.jsonl").symlink_to(other / "f.jsonl")
+    assert growing.more() == growing.store(Recipe()) == table
+    assert table.at(0) == base
+
+
+def test_equal_files_of_the_first_corpus_are_both_read(growing: Growing, tmp_path: Path) -> None:
+    lines(tmp_path / "corpus" / "again.jsonl", TEXTS[:8])
+    base = growing.begin()
+    assert growing.texts() == [*TEXTS[:8], *TEXTS[:8]]
+    lines(tmp_path / "corpus" / "third.jsonl", TEXTS[:8])
+    assert growing.more() == base
+    (tmp_path / "corpus" / "again.jsonl").unlink()
+    assert growing.more() == base  # (known by content, it is still there twice)
+    (tmp_path / "corpus" / "third.jsonl").unlink()
+    with pytest.raises(DriftError, match=r"corpus"):
+        growing.more()
+
+
+def test_a_program_among_the_stored_sources_is_not_run(growing: Growing, tmp_path: Path) -> None:
+    base = growing.begin()
+    (tmp_path / "theirs.py").write_text("raise SystemExit('this must not run')")
+    source = f"{tmp_path / 'theirs.py'}:documents"
+    stored.replace_table(growing.ledger.objects, dataclasses.replace(base, more_sources=(source,)))
+    with pytest.raises(ConfigError, match="not run only because a store names it"):
+        growing.resolved(Recipe())
 
 
 def test_what_occurred_before_is_left_out(growing: Growing, tmp_path: Path) -> None:

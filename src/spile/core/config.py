@@ -62,7 +62,8 @@ class Recipe(Options):
         "of it up to a larger --max-docs or --max-tokens; existing rows do not change"
     )
     add_corpus: str | None = option(
-        "like --more, but add the documents of another corpus, read by the same recipe"
+        "like --more, but add the documents of another corpus, read by the same recipe; files that "
+        "the dataset has already, known by their content, are left out"
     )
     taps: str | None = option(
         "where to tap: site:layers, comma separated, e.g. resid_post:20-27,mlp_out:12,embed"

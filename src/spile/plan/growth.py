@@ -2,7 +2,8 @@
 
 A dataset keeps the files of its corpus in one order: those of its table, then those of each
 generation. Files are identified by their content, not by their path. A file that is gone or has
-changed is refused, even with --more, because its rows could not be made again.
+changed is refused, even with --more, because its rows could not be made again. A file whose content
+the dataset has already, under whatever name, is not added.
 
 --more continues where the last cut ended: after the last file, or after the last document if a
 limit (--max-docs, --max-tokens) ended it. The recipe selects documents as before:
@@ -60,6 +61,12 @@ class Growth:
         """Return the sources of files, with `source` added unless it is among them."""
         known = [lasting(each) for each in sources]
         return sources if lasting(source) in known else (*sources, source)
+
+    def say_known(self, known: int, new: int) -> None:
+        """Say how many files are not added, because the dataset has their content already."""
+        if known:
+            which = f"{known} of {plural(known + new, 'file')} {'is' if known == 1 else 'are'}"
+            _log.info("%s: %s in the dataset already; %d added", self.flag, which, new)
 
     def kept(self, resolved: ResolvedRecipe, stored: Table) -> ResolvedRecipe:
         """Return a recipe with the stored files and limits, the two things that growth changes."""
@@ -190,7 +197,8 @@ def in_stored_order(
 ) -> tuple[list[CorpusFile], tuple[str, ...]]:
     """Return files and identities in the dataset's order, followed by the new ones.
 
-    If one of the dataset's files is missing, return all in the given order.
+    A new file has a content that neither the dataset nor a file before it has. If one of the
+    dataset's files is missing, return all in the given order.
     """
     places: dict[str, list[int]] = {}
     for place, identity in enumerate(identities):
@@ -199,7 +207,11 @@ def in_stored_order(
         known = [places[file["identity"]].pop(0) for file in stored.files]
     except (KeyError, IndexError):
         return list(files), tuple(identities)
-    order = [*known, *sorted({*range(len(files))}.difference(known))]
+    order, seen = known, {identities[place] for place in known}
+    for place in sorted({*range(len(files))}.difference(known)):
+        if identities[place] not in seen:
+            seen.add(identities[place])
+            order.append(place)
     return [files[place] for place in order], tuple(identities[place] for place in order)
 
 

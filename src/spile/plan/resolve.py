@@ -111,7 +111,7 @@ def resolve(
     encoders = find_encoders(recipe, taps, checkpoint.arch)
     splices = find_splices(recipe.splice, () if stored else taps, checkpoint.arch)
     known = stored or like
-    sources = (recipe.corpus, *(known.sources[1:] if known else ()))
+    sources = (recipe.corpus, *(_further_sources(known) if known else ()))
     if growing and growing.added:
         sources = growing.adding(sources, pinned(growing.added, "dataset"))
     files = [file for source in sources for file in find_files(source, cache)]
@@ -120,6 +120,7 @@ def resolve(
     recipe = settle_ids(recipe, files, checkpoint.arch.vocab_size)
     reading, template = read_as(recipe, checkpoint.directory)
     corpus = _identity(recipe, files, reading)
+    found = {str(file.path) for file in files}
     if known:
         files, corpus = in_stored_order(known, files, corpus)
     resolved = _settled(recipe, checkpoint, taps, encoders, corpus, platform, template)
@@ -138,6 +139,8 @@ def resolve(
         kept = growing.kept(resolved, stored) if growing else resolved
         _refuse_drift(ledger, stored, kept, files[: len(kept.corpus)])
     if stored and growing:
+        new = len(files) - len(stored.files)
+        growing.say_known(len(found.difference(str(file.path) for file in files)), new)
         cut = partial(_cut, resolved, tokenizer, reading=reading)
         table = growing.grown(stored, sources, files, resolved, cut)
     else:
@@ -214,7 +217,7 @@ def completed_recipe(recipe: Recipe, stored: ResolvedRecipe, *, moves: bool = Fa
     }
     missing = {name for name in Recipe.names() if getattr(recipe, name) is None}
     source = stored.corpus_source
-    if "corpus" in missing and is_program(source) and not Program.parse(source).shipped:
+    if "corpus" in missing and _is_own_program(source):
         raise ConfigError(
             f"the corpus of this dataset is a program ({source}), which is not run only because a "
             "store names it; give it with --corpus"
@@ -233,6 +236,22 @@ def completed_recipe(recipe: Recipe, stored: ResolvedRecipe, *, moves: bool = Fa
             kind = _SOURCES[name]
             chosen[name] = continued(getattr(recipe, name), defaults[name], kind)
     return dataclasses.replace(recipe, **chosen)
+
+
+def _is_own_program(source: str) -> bool:
+    """Return whether a corpus is a program of the user's, which never runs because a store says."""
+    return is_program(source) and not Program.parse(source).shipped
+
+
+def _further_sources(stored: Table) -> tuple[str, ...]:
+    """Return where a dataset's files were found, beside the corpus of its recipe."""
+    for source in stored.sources[1:]:
+        if _is_own_program(source):
+            raise ConfigError(
+                f"a part of this dataset was made from a program ({source}), which is not run only "
+                "because a store names it; use the dataset that the part was merged from"
+            )
+    return stored.sources[1:]
 
 
 def _alike(recipe: Recipe, like: ResolvedRecipe) -> Recipe:

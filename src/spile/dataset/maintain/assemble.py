@@ -169,6 +169,7 @@ def merge(
         files += len(part.table.files)
     tokens = [int(part.table.units.tokens.sum()) for part in parts]
     kept = sum(n * part.table.kept for n, part in zip(tokens, parts, strict=True))
+    places = itertools.chain(*(part.table.sources for part in parts))
     new = replace(
         first,
         recipe=recipe,
@@ -176,7 +177,7 @@ def merge(
         files=tuple(itertools.chain(*(part.table.files for part in parts))),
         units=_joined_units(units),
         kept=kept / sum(tokens) if sum(tokens) else first.kept,
-        more_sources=tuple(itertools.chain(*(part.table.sources for part in parts)))[1:],
+        more_sources=tuple(dict.fromkeys(places))[1:],
         made_of=tuple(part.to_json() for part in parts),
     )
     return _assemble(parts, dest, new, progress)
