@@ -166,3 +166,26 @@ def test_like_a_dataset_a_changed_corpus_is_refused(
     pq.write_table(pa.table({"text": ["other"]}), corpus)
     with pytest.raises(ConfigError, match="the corpus has changed"):
         likened(model, corpus, tmp_path / "out")
+
+
+def test_like_is_compared_where_the_dataset_exists_too(
+    model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    likes = [Ledger(open_objects(str(tmp_path / name))) for name in ("one", "other")]
+    for ledger, seq_len in zip(likes, (64, 32), strict=True):
+        recipe = dataclasses.replace(asked(model, corpus), seq_len=seq_len)
+        store_table(resolve(recipe, ledger, "cpu"), ledger)
+    ledger = Ledger(MemoryObjects("memory://pair"))
+    pair = store_table(resolve(Recipe(like=likes[0].url), ledger, "cpu"), ledger)
+    assert resolve(Recipe(like=likes[0].url), ledger, "cpu").table == pair.table
+    with pytest.raises(ConfigError, match="--like .*other: .* differ: --seq-len is 32 there, 64"):
+        resolve(Recipe(like=likes[1].url), ledger, "cpu")
+    # A pair of a dataset that grows must grow, too.
+    more = tmp_path / "more.parquet"
+    pq.write_table(pa.table({"text": ["one more document"]}), more)
+    grow = Recipe(add_corpus=str(more))
+    store_table(resolve(grow, likes[0], "cpu"), likes[0])
+    with pytest.raises(ConfigError, match="--like .*one: .* the corpus has changed"):
+        resolve(Recipe(like=likes[0].url), ledger, "cpu")
+    grown = resolve(dataclasses.replace(grow, like=likes[0].url), ledger, "cpu").table
+    assert grown.files == likes[0].table().files

@@ -93,7 +93,7 @@ def resolve(
     """
     stored = ledger.read_table() or (ledger.of_pass.planned if ledger.of_pass else None)
     growing = growth_of(recipe, stored, ledger.url)
-    other = None if stored or recipe.like is None else Ledger(open_objects(recipe.like))
+    other = None if recipe.like is None else Ledger(open_objects(recipe.like))
     grown = other.table() if other else None
     like = grown.flattened() if grown else None
     if stored:
@@ -154,8 +154,8 @@ def resolve(
             named=resolved.keep if recipe.keep else (),
             like=like if grown and grown.generations else None,
         )
-    if other:
-        _refuse_unlike(other, table, checkpoint.directory)
+    if other and like:
+        _refuse_unlike(other, like, table.flattened(), checkpoint.directory)
     return ExtractionJob(
         table.recipe, table, checkpoint, tokenizer, files, taps, reading, encoders, splices
     )
@@ -264,9 +264,9 @@ def _alike(recipe: Recipe, like: ResolvedRecipe) -> Recipe:
     return dataclasses.replace(completed_recipe(recipe, like), **given)
 
 
-def _refuse_unlike(other: Ledger, made: Table, directory: AnyPath) -> None:
-    """Raise unless a table will have the same rows as another dataset."""
-    like, asked = other.table().flattened(), f"--like {other.objects.url}"
+def _refuse_unlike(other: Ledger, like: Table, made: Table, directory: AnyPath) -> None:
+    """Raise unless a table has, or will have, the same rows as another dataset's."""
+    asked = f"--like {other.objects.url}"
     if like.shuffled:
         raise ConfigError(f"{asked}: was shuffled; give the dataset that it was made from")
     old, new = like.recipe.identity(), made.recipe.identity()
