@@ -122,6 +122,25 @@ def test_keys_are_spelled_so() -> None:
     assert fmt.CHECK == "check.json"
 
 
+@examples(200)
+@given(st.sets(st.integers(1, 40), max_size=8), st.integers(1, 4), st.integers(1, 5))
+def test_a_group_has_a_segment_of_each_generation_that_added_to_it(
+    grown: set[int], more: int, size: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fmt, "GROUP_UNITS", size)
+        layout, counts = fmt.KeyLayout(tuple(sorted(grown))), [*sorted(grown)]
+        counts.append(max(counts, default=0) + more)
+        for group in range(layout.groups(counts[-1])):
+            units = {*layout.units_of(group, counts[-1])}
+            had = [units.intersection(range(count)) for count in counts]
+            added = [n for n, now in enumerate(had) if now != (had[n - 1] if n else set())]
+            assert [*layout.generations_of(group)] == added
+            assert fmt.parse_generation(layout.segment_key(group)) == added[-1]
+            assert layout.segment_key(group).rpartition("/")[0] + "/" in layout.segment_folders
+    assert [fmt.parse_generation(fmt.manifest_key(number)) for number in (0, 7)] == [0, 7]
+
+
 @pytest.mark.parametrize("unit", [0, 3, 99_999_999])
 def test_keys_are_parsed_back(unit: int) -> None:
     assert fmt.parse_done_key(fmt.CURRENT.done_key(unit)) == unit

@@ -172,6 +172,21 @@ def test_files_that_the_dataset_has_are_not_added(
     assert table.at(0) == base
 
 
+def test_a_generation_names_only_the_sources_that_it_adds(growing: Growing, tmp_path: Path) -> None:
+    growing.begin()
+    places = [str(tmp_path / name) for name in ("corpus", "one", "two")]
+    for number, place in enumerate(places[1:], 1):
+        lines(Path(place) / "a.jsonl", TEXTS[4 + 4 * number : 8 + 4 * number])
+        growing.more(add_corpus=place)
+    lines(Path(places[1]) / "b.jsonl", TEXTS[16:])
+    table = growing.more()
+    assert [each.sources for each in table.generations] == [
+        (places[0], places[1]), (places[0], places[2]), (places[0],)
+    ]  # fmt: skip
+    assert table.sources == tuple(places) and growing.texts() == TEXTS
+    assert table.at(1).sources == tuple(places[:2])
+
+
 def test_equal_files_of_the_first_corpus_are_both_read(growing: Growing, tmp_path: Path) -> None:
     lines(tmp_path / "corpus" / "again.jsonl", TEXTS[:8])
     base = growing.begin()

@@ -416,7 +416,7 @@ def more_units(table: Table, units: UnitColumns) -> Table:
     """A table with a generation that adds units, and a file."""
     number = len(table.generations) + 1
     file = {"path": f"/corpora/more-{number}.jsonl", "identity": f"{number}-cd"}
-    return table.grown(Generation(len(table.units), (file,), ("/corpora",)), units)
+    return table.grown((Generation(len(table.units), (file,), ("/corpora",)), units))
 
 
 _folder = tempfile.TemporaryDirectory(prefix="spile-stored-", ignore_cleanup_errors=True)

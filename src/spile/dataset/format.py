@@ -46,6 +46,7 @@ import contextlib
 import json
 import math
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
@@ -59,6 +60,7 @@ from spile.core.tensors import DTYPES_BY_NAME
 from spile.objects import Objects
 
 FORMAT = 8
+MOST_UNITS = 10**8  # their ids have eight digits
 GROUP_UNITS = 256  # one page of a bucket's listing holds their records, attempts or heartbeats
 
 UNITS = "units.json"
@@ -138,17 +140,24 @@ class KeyLayout:
         It lies with the generation that last added units to the group: what was derived before
         never changes.
         """
-        last = sum(units < (group + 1) * GROUP_UNITS for units in self.grown)
+        last = self.generations_of(group)[-1]
         return f"{generation_folder(last)}{SEGMENTS}{group:06d}.safetensors"
+
+    def generations_of(self, group: int) -> range:
+        """Return the generations that added units to a group: each has a segment of it."""
+        first, stop = group * GROUP_UNITS, (group + 1) * GROUP_UNITS
+        return range(bisect_right(self.grown, first), bisect_left(self.grown, stop) + 1)
 
     @property
     def segment_folders(self) -> list[str]:
-        """The prefixes under which segments lie."""
-        return [f"{generation_folder(n)}{SEGMENTS}" for n in range(self.generation + 1)]
+        """The prefixes under which the newest segment of each group lies."""
+        groups = range(self.group(self.grown[-1]) + 1 if self.grown else 1)
+        last = {self.generations_of(group)[-1] for group in groups}
+        return [f"{generation_folder(number)}{SEGMENTS}" for number in sorted(last)]
 
     @property
     def manifest_key(self) -> str:
-        return f"{generation_folder(self.generation)}{MANIFEST}"
+        return manifest_key(self.generation)
 
     @property
     def manifest_columns(self) -> str:
@@ -215,6 +224,11 @@ CURRENT = KeyLayout()  # of new datasets
 def generation_key(number: int) -> str:
     """Return the key of the record that adds units."""
     return f"{GENERATIONS}{number:08d}.json"
+
+
+def manifest_key(generation: int) -> str:
+    """Return the key of the manifest of a generation; 0: that of the table alone."""
+    return f"{generation_folder(generation)}{MANIFEST}"
 
 
 def generation_folder(number: int) -> str:

@@ -124,7 +124,7 @@ class Growth:
                 {"path": str(file.path), "identity": identity}
                 for file, identity in zip(new, resolved.corpus[len(stored.files) :], strict=True)
             ),
-            sources=tuple(map(lasting, sources)),
+            sources=(lasting(sources[0]), *map(lasting, sources[len(stored.sources) :])),
             max_docs=resolved.max_docs,
             max_tokens=resolved.max_tokens,
         )
@@ -136,7 +136,7 @@ class Growth:
             plural(len(units), "unit"),
         )
         columns = UnitColumns.of(units, len(stored.units))
-        return stored.grown(generation, columns)
+        return stored.grown((generation, columns))
 
     def _refuse_shorter(self, stored: Table, resolved: ResolvedRecipe) -> None:
         docs, tokens = int(stored.units.num_docs.sum()), int(stored.units.tokens.sum())

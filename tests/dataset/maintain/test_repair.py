@@ -309,9 +309,10 @@ def test_a_manifest_that_does_not_follow_is_made_again(dataset: stored.Stored, h
     check_whole(dataset)
 
 
-def test_a_manifest_is_compared_with_one_record_after_another(
+def test_a_manifest_is_compared_with_the_records_of_one_group_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fmt, "GROUP_UNITS", 10)
     dataset = stored.copied(tmp_path / "out", ((3,),) * 40)
     repair = begin(dataset.objects)
     held = stored.HeldRecords(dataset.objects.url, monkeypatch)

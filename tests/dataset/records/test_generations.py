@@ -1,7 +1,12 @@
 """Generations: units that follow those of a table, whose own units do not change."""
 
+import inspect
 import pickle
 import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ from spile.dataset.maintain.replica import replicate
 from spile.dataset.maintain.shuffle import shuffle
 from spile.dataset.maintain.verify import verify
 from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.manifest import Sums
 from spile.objects import LocalObjects
 from spile.status.status import read_status
 from support import stored
@@ -141,7 +147,8 @@ def test_of_two_generations_at_once_one_wins(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", [
     {"before": 3}, {"fingerprint": "f" * 64}, {"sources": []}, {"files": {}}, {"max_docs": "all"},
-    {"files": [{"path": "/a", "identity": 3}]}, {"units": {"count": 0}}, {"units": []},
+    {"files": [{"path": "/a", "identity": 3}]}, {"units": {"count": 0}},
+    {"units": {"count": 10**8 - 3}}, {"units": {"count": 10**9}}, {"units": []},
 ])  # fmt: skip
 def test_a_record_that_does_not_follow_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
     dataset = stored.copied(tmp_path / "out", UNITS, grown=(4,))
@@ -223,6 +230,115 @@ def test_a_copy_follows_a_dataset_that_grows(tmp_path: Path) -> None:
     report = verify(copy)
     assert report.ok and not report.orphans
     assert {*copy.list()} == {key for key in dataset.listed() if not key.startswith(fmt.WORKERS)}
+
+
+@pytest.fixture
+def shallow() -> Iterator[Callable[[], None]]:
+    """Returns a function that leaves room for few more calls within one another."""
+    limit = sys.getrecursionlimit()
+    yield lambda: sys.setrecursionlimit(len(inspect.stack(0)) + 80)
+    sys.setrecursionlimit(limit)
+
+
+def test_many_generations_need_no_deep_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shallow: Callable[[], None]
+) -> None:
+    monkeypatch.setattr(fmt, "GROUP_UNITS", 16)
+    count = 40
+    dataset = stored.build(tmp_path / "out", ((1,),) * count, grown=range(1, count - 1))
+    holds(dataset.path, dataset, count)  # (imports modules at any depth)
+    shallow()
+    table = dataset.ledger.table()
+    assert len(table.generations) == count - 2
+    assert table.units == stored.make_table(((1,),) * count).units
+    holds(dataset.path, dataset, count)
+    for number in (0, 20, count - 2):
+        assert len(table.at(number).units.columns["tokens"]) == len(table.at(number).units)
+    assert verify(dataset.objects, quick=True).ok
+    assert collect_garbage(dataset.objects) == []
+    assert read_status(dataset.objects).generations == count - 2
+    # Manifests that were never made are made in order with the next.
+    numbers = range(20, count - 1)
+    wanted = {n: dataset.objects.get(fmt.manifest_key(n)) for n in numbers}
+    for key in map(fmt.manifest_key, numbers):
+        dataset.objects.delete(key)
+    assert dataset.ledger.complete(table)
+    assert {n: dataset.objects.get(fmt.manifest_key(n)) for n in numbers} == wanted
+
+
+class CountedRequests(LocalObjects):
+    """A disk that counts requests by kind."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.requests: Counter[str] = Counter()
+
+    def get(self, key: str) -> bytes:
+        self.requests["generation" if fmt.parse_generation(key) else "get"] += 1
+        return super().get(key)
+
+    def size(self, key: str) -> int:
+        self.requests["size"] += key.endswith(fmt.MANIFEST)
+        return super().size(key)
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        self.requests["list"] += 1
+        return super().list(prefix)
+
+    def create(self, key: str, data: bytes) -> bool:
+        self.requests["create"] += 1
+        return super().create(key, data)
+
+
+def test_one_more_generation_costs_as_much_after_few_as_after_many(tmp_path: Path) -> None:
+    def cost(count: int) -> Counter[str]:
+        path, last = tmp_path / str(count), count - 1
+        dataset = stored.build(path, ((1,),) * count, grown=range(1, count), commit=range(last))
+        made, ledger = dataset.attempt(last), Ledger(CountedRequests(path))
+        table = ledger.table()
+        assert ledger.commit(made) and ledger.complete(table)
+        assert isinstance(ledger.objects, CountedRequests)
+        return ledger.objects.requests
+
+    few, many = cost(6), cost(30)
+    for kind in ("list", "size", "create"):
+        assert many[kind] == few[kind] > 0, kind
+    assert many["generation"] - few["generation"] <= 24  # each is read, and nothing that it derived
+
+
+def test_each_record_is_read_once_however_many_generations_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fmt, "GROUP_UNITS", 3)
+    dataset = stored.build(tmp_path / "out", UNITS, grown=range(1, 8))
+    objects = stored.CountedObjects(dataset.path)
+    ledger = Ledger(objects)
+    table = ledger.table()
+    must_be_done = partial(ledger.must_be_done, table)
+    assert ledger.derived.unfounded(table, must_be_done) == set()
+    assert {*objects.reads.values()} == {1} and len(objects.reads) == len(UNITS)
+    # A segment of an earlier generation that does not follow is found by all that name it.
+    key = table.at(4).layout.segment_key(1)
+    sums, data = Sums(), objects.get(key)
+    wrong = dataset.table.at(3).layout.segment_key(1)
+    objects.replace(key, objects.get(wrong))
+    assert ledger.derived.unfounded(table, must_be_done) == {fmt.manifest_key(4)}
+    objects.replace(key, data)
+    for each in table.every_generation():
+        assert ledger.derived.derive(each, sums) == ledger.derived.derive(each)
+        assert ledger.derived.manifest_follows(each)
+
+
+def test_a_repair_makes_manifests_again_from_the_first_that_is_wrong(
+    grown: stored.Stored,
+) -> None:
+    keys = [fmt.manifest_key(number) for number in range(3)]
+    whole = [grown.objects.get(key) for key in keys]
+    stored.flip(grown.path / keys[1], 40)
+    repair = Repair(verify(grown.objects), Ledger(grown.objects))
+    assert repair.ledger.complete(grown.table)
+    assert repair.repaired.records == keys[1:]
+    assert [grown.objects.get(key) for key in keys] == whole
 
 
 def test_a_dataset_that_is_not_there_has_no_generations(tmp_path: Path) -> None:

@@ -37,6 +37,14 @@ def test_the_runs_of_documents_are_those_of_each_unit() -> None:
     assert [*zip(unit, first, count, strict=True)] == [(0, 0, 2), (1, 2, 0)]
 
 
+def test_tables_are_joined_one_after_the_other() -> None:
+    parts = [UnitColumns.of(UNITS[:1]), UnitColumns.of(UNITS[1:], 1)]
+    assert UnitColumns.joined(parts, parallel=2) == UnitColumns.of(UNITS)
+    many = UnitColumns.joined([UnitColumns.of(UNITS)] * 2000)
+    assert len(many) == 6000 and many[5999] == replace(UNITS[2], id=5999)
+    assert many.part(3000, 3003) == UnitColumns.of(UNITS)
+
+
 def test_units_are_merged_with_their_spans_and_skips() -> None:
     columns = UnitColumns.of([*UNITS, Unit(3, 10, 3, 5, (SPAN, SPAN), (11,))])
     following, moved = UNITS[2].spans, replace(SPAN, doc=10)

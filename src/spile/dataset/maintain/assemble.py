@@ -34,6 +34,7 @@ from spile.dataset.maintain.finished import FinishedRecords, open_finished, summ
 from spile.dataset.read.checked_file import CheckedFile
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.table import Table
+from spile.dataset.records.unit_table import UnitColumns
 from spile.objects import Objects, check_creates_once
 
 COPIED_FROM = "copied"  # key of the origin in `made_by`
@@ -127,7 +128,7 @@ def copy_part(
         )
     part = _Source(source, table, records, chosen)
     runs = [table.units.part(first, last + 1) for first, last in part.runs]
-    new = replace(table, units=_joined_units(runs), made_of=(part.to_json(),))
+    new = replace(table, units=UnitColumns.joined(runs), made_of=(part.to_json(),))
     return _assemble([part], dest, new, progress)
 
 
@@ -163,7 +164,7 @@ def merge(
         **_limits_of_all(parts),
     )
     files = 0
-    units = list[Any]()
+    units = list[UnitColumns]()
     for part in parts:
         units.append(part.table.units.moved(part.first_doc, files))
         files += len(part.table.files)
@@ -175,7 +176,7 @@ def merge(
         recipe=recipe,
         fingerprint=recipe.fingerprint(),
         files=tuple(itertools.chain(*(part.table.files for part in parts))),
-        units=_joined_units(units),
+        units=UnitColumns.joined(units),
         kept=kept / sum(tokens) if sum(tokens) else first.kept,
         more_sources=tuple(dict.fromkeys(places))[1:],
         made_of=tuple(part.to_json() for part in parts),
@@ -281,13 +282,6 @@ def _limit_of_all(parts: Sequence[_Source], name: str, column: str) -> int | Non
 
 
 # -- both ------------------------------------------------------------------------------------------
-
-
-def _joined_units(parts: Sequence[Any]) -> Any:
-    units = parts[0]
-    for part in parts[1:]:
-        units = units.followed_by(part)
-    return units
 
 
 def _assemble(

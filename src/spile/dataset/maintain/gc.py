@@ -5,13 +5,16 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
+import numpy as np
+
 from spile.core.errors import ConfigError, CorruptError
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.records.heartbeat import warn_unreadable, working
 from spile.dataset.records.ledger import Ledger
-from spile.dataset.records.manifest import named_files
+from spile.dataset.records.manifest import named_by, named_files
 from spile.dataset.records.passes import Pass, pass_names, readable_passes
+from spile.dataset.records.segments import SegmentFile, read_segment
 from spile.objects import PROBES, Objects, exists
 
 _GROUP = re.compile(r"\d{6}")  # the folder of one
@@ -74,18 +77,16 @@ def _collect(
     """Delete what a dataset, or a pass, does not need; `note` the keys while they are deleted."""
     objects = ledger.objects
     table = ledger.table()
-    manifests = {
-        each.layout.manifest_columns: (each, manifest)
-        for each in table.every_generation()
-        if (manifest := ledger.derived.read_manifest(each.layout))
-    }
-    catalogs = [ledger.derived.catalog(*found) for found in manifests.values()]
-    derived = named_files(table, *(manifest for _, manifest in manifests.values()))
-    # (The units of a generation that nobody has created yet are about to be.)
-    unit_columns = tuple(
-        f"{fmt.generation_folder(number)}{fmt.UNIT_COLUMNS}"
-        for number in range(len(table.generations) + 1)
-    )
+    derived, complete = named_files(table), set[int]()
+    segments: dict[int, dict[str, SegmentFile]] = {}  # by group, those that any manifest names
+    for number, each in enumerate(table.every_generation()):
+        manifest = ledger.derived.read_manifest(each.layout)
+        if manifest is not None:
+            complete.add(number)
+            derived |= named_by(manifest)
+            for part in manifest.segments:
+                group = fmt.parse_segment_key(part.file.key) or 0
+                segments.setdefault(group, {})[part.file.key] = part
     attempts: dict[str, int] = {}  # of the keys in hand: the unit of each
     listed, winners = set[str](), dict[int, set[str]]()
     condemned = set[int]()
@@ -104,13 +105,17 @@ def _collect(
             done.unit: {file.key for file in done.files()} for done in records if done is not None
         }
         # Readers open these files, even if a unit has been redone since: `verify` reports that.
-        listed = {
-            file.key
-            for catalog in catalogs
-            for unit in units
-            if (at := catalog.find(unit)) is not None
-            for file in catalog[at].files()
-        }
+        losers = {unit for key, unit in attempts.items() if key not in winners.get(unit, ())}
+        losers -= condemned
+        listed = set[str]()
+        for group in {table.layout.group(unit) for unit in losers}:
+            try:
+                for part in segments.get(group, {}).values():
+                    segment = read_segment(objects, part, table.layout)
+                    chosen = np.flatnonzero(np.isin(segment.units, [*losers])).tolist()
+                    listed.update(f.key for at in chosen for f in segment.done(at).files())
+            except CorruptError:  # a repair of another unit has moved it aside: look again later
+                condemned.update(table.layout.units_of(group, len(table.units)))
 
     def doomed(key: str) -> bool:
         target = objects.leftover_of(key)
@@ -127,9 +132,13 @@ def _collect(
             if key in listed or (files is not None and key in files):
                 return False
             return abandoned or (files is not None and attempts[key] not in condemned)
-        if key.startswith((*unit_columns, fmt.TOKENIZER)):
+        number = fmt.parse_generation(key)
+        kind = key.removeprefix(fmt.generation_folder(number))
+        # (The units of a generation that nobody has created yet are about to be.)
+        settled = kind.startswith(fmt.UNIT_COLUMNS) and number <= len(table.generations)
+        if settled or key.startswith(fmt.TOKENIZER):
             return key not in derived  # of a table that came second
-        if key.startswith(tuple(manifests)):
+        if kind.startswith(fmt.MANIFEST_COLUMNS) and number in complete:
             return key not in derived
         if key.startswith(fmt.SCRATCH):
             return True  # `shuffle` creates the table last, and it exists
@@ -139,7 +148,7 @@ def _collect(
 
     def probe(key: str) -> bool:
         # The maker of a dataset probes its store before the table exists.
-        return key.startswith(PROBES) and (abandoned or bool(manifests))
+        return key.startswith(PROBES) and (abandoned or bool(complete))
 
     for together in by_group(keys):
         look_at(together)

@@ -24,7 +24,6 @@ from functools import partial
 from typing import Any
 
 from spile.core.errors import CorruptError, SpileError, StoreError
-from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.codec.columns import ColumnFile, column_file, columns_in
 from spile.dataset.format import Done, KeyLayout
@@ -35,7 +34,7 @@ from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import Pass
 from spile.dataset.records.segments import Segment
 from spile.dataset.records.table import Table
-from spile.objects import Objects
+from spile.objects import Objects, exists
 
 _log = logging.getLogger("spile.dataset")
 
@@ -174,8 +173,7 @@ class Repair:
         if fmt.MODEL in self.beside or not there.issuperset(range(len(table.units))):
             return False
         self.unsound.clear()
-        for each in table.every_generation():
-            self._check_manifest(each)
+        self._check_manifests()
         return True
 
     # -- replacing records -----------------------------------------------------------------------
@@ -246,21 +244,21 @@ class Repair:
             self.objects.delete(key)  # as `gc` does
             self.beside.remove(key)
 
-    def _check_manifest(self, table: Table) -> None:
-        """Set aside a manifest, and segments, that do not follow from the done records."""
-        key = table.layout.manifest_key
-        try:
-            derived = self.ledger.derived
-            manifest = derived.read_manifest(table.layout)
-            must_be_done = partial(self.ledger.must_be_done, table)
-            records = mapped(must_be_done, range(len(table.units)), self.objects.parallel)
-            follows = manifest is not None and derived.follows(table, manifest, records)
-        except SpileError:
-            follows = False
+    def _check_manifests(self) -> None:
+        """Set aside manifests, and segments, that do not follow from the done records."""
+        keys = [fmt.manifest_key(number) for number in range(len(self.table.generations) + 1)]
         wrong = [key for key in self.beside if fmt.parse_segment_key(key) is not None]
-        if not follows or wrong:
+        unfounded = {*keys}
+        if not wrong:
+            with contextlib.suppress(SpileError):  # (a record cannot be read)
+                must_be_done = partial(self.ledger.must_be_done, self.table)
+                unfounded = self.ledger.derived.unfounded(self.table, must_be_done)
+        # They are created in order, so the later ones are made again with the first.
+        first = next((n for n, key in enumerate(keys) if key in unfounded), len(keys))
+        self.repaired.records += [key for key in keys[:first] if not exists(self.objects, key)]
+        self.repaired.records += keys[first:]
+        for key in reversed(keys[first:]):
             self._set_aside(key)
-            self.repaired.records.append(key)
         for key in wrong:
             self._set_aside(key)
             self.beside.remove(key)

@@ -125,8 +125,8 @@ def sign(
     table = ledger.table()
     layout, count = table.layout, len(table.units)
     manifests = ledger.derived.manifests(table)
-    for each in table.every_generation():
-        _refuse_unfounded(ledger, each)
+    for each in sorted(ledger.derived.unfounded(table, partial(_record, ledger, table))):
+        raise CorruptError(each, "does not follow from the done records; see `spile verify`")
     there = ledger.done_units()
     if not there.intersection(range(count)):
         raise StoreError(f"{objects.url}: no unit is done yet; there is nothing to sign")
@@ -202,17 +202,6 @@ def _beside(objects: Objects, table: Table, manifests: Sequence[Manifest]) -> li
 
 def _is_of_unit(key: str) -> bool:
     return key.startswith((fmt.DONE, fmt.ATTEMPTS))
-
-
-def _refuse_unfounded(ledger: Ledger, table: Table) -> None:
-    manifest = ledger.derived.read_manifest(table.layout)
-    if manifest is None:
-        return
-    units = range(len(table.units))
-    records = mapped(partial(_record, ledger, table), units, ledger.objects.parallel)
-    if not ledger.derived.follows(table, manifest, records):
-        key = table.layout.manifest_key
-        raise CorruptError(key, "does not follow from the done records; see `spile verify`")
 
 
 def _record(ledger: Ledger, table: Table, unit: int) -> Done:

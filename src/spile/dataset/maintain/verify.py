@@ -32,10 +32,10 @@ from spile.dataset.maintain.signature import (
 )
 from spile.dataset.records.heartbeat import warn_unreadable
 from spile.dataset.records.ledger import Ledger
-from spile.dataset.records.manifest import Manifest, named_files, same_unit
+from spile.dataset.records.manifest import Manifest, Sums, named_by, named_files
 from spile.dataset.records.passes import Pass, live_passes, pass_names, readable_passes
 from spile.dataset.records.prediction import Prediction
-from spile.dataset.records.segments import Segment, derive_segment, read_statistics
+from spile.dataset.records.segments import derive_segment, describes, read_statistics
 from spile.dataset.records.table import Table, read_tokenizer, table_records, tokenizer_data
 from spile.objects import Entry, Objects, exists
 
@@ -295,10 +295,11 @@ def _check_segments(
     Args:
         statistics: those of each unit, as far as they were read.
     """
-    by_key = {each.layout.segment_key(group): each for each in table.every_generation()}
-    for each in by_key.values():
+    numbers = table.layout.generations_of(group)
+    for number in numbers:
+        each = table.at(number)
         had = [done.unit < len(each.units) for done in records]
-        if any(had) or each is table:
+        if any(had) or number == numbers[-1]:
             _check_segment(
                 ledger,
                 each,
@@ -325,9 +326,7 @@ def _check_segment(
     else:
         try:
             if report.quick:  # files are not read
-                segment = Segment(key, columns_in(key, ledger.objects.get(key)), table.layout)
-                follows = all(map(same_unit, map(segment.done, range(len(segment))), records))
-                follows = follows and len(segment) == len(records)
+                follows = describes(columns_in(key, ledger.objects.get(key)), records)
             else:
                 found = (
                     known or read_statistics(ledger.objects, done, table.taps)
@@ -395,9 +394,9 @@ def _read_records(ledger: Ledger, table: Table, group: int, report: Report) -> I
 def _check_records(ledger: Ledger, table: Table, report: Report, partial: bool) -> None:
     """Check everything beside the units: weights' hashes, heartbeats, the derived manifest."""
     present: set[str] = set()
-    manifests = list[Manifest]()
-    derived = {each.layout.manifest_key: each for each in table.every_generation()}
-    kinds = {**_RECORDS, **dict.fromkeys(derived, "manifest")}
+    named = named_files(table)
+    derived = {fmt.manifest_key(number): number for number in range(len(table.generations) + 1)}
+    kinds, sums = {**_RECORDS, **dict.fromkeys(derived, "manifest")}, Sums()
     for key in sorted(_others(ledger, table, report)):
         kind = "worker" if fmt.parse_worker_key(key) else kinds.get(key)
         if kind is None:
@@ -406,8 +405,8 @@ def _check_records(ledger: Ledger, table: Table, report: Report, partial: bool) 
         before = len(report.faults)
         body = _read_beside(ledger, key, kind, report)
         if body is not None and kind == "manifest":
-            found = _check_manifest(ledger, derived[key], report)
-            manifests += [found] if found else []
+            found = _check_manifest(ledger, table.at(derived[key]), report, sums)
+            named |= named_by(found) if found else set()
         elif body is not None:
             _check_beside(kind, body, table, report)
         if len(report.faults) > before:
@@ -422,9 +421,10 @@ def _check_records(ledger: Ledger, table: Table, report: Report, partial: bool) 
             report.faults.append(f"{key}: is missing")
             report.beside.append(key)
     _check_tokenizer(ledger, table, report)
-    named = named_files(table, *manifests)
     unsettled = tuple(  # (who creates a manifest creates its columns first)
-        each.layout.manifest_columns for key, each in derived.items() if key not in present
+        f"{fmt.generation_folder(number)}{fmt.MANIFEST_COLUMNS}"
+        for key, number in derived.items()
+        if key not in present
     )
     report.orphans = sorted(
         key for key in report.orphans if key not in named and not key.startswith(unsettled)
@@ -489,10 +489,9 @@ def _others(ledger: Ledger, table: Table, report: Report) -> Iterator[str]:
 
 def _is_segment(key: str, table: Table) -> bool:
     group = fmt.parse_segment_key(key)
-    return group is not None and any(
-        each.layout.segment_key(group) == key and group < each.layout.groups(len(each.units))
-        for each in table.every_generation()
-    )
+    if group is None or group >= table.layout.groups(len(table.units)):
+        return False
+    return fmt.parse_generation(key) in table.layout.generations_of(group)
 
 
 def _read_beside(ledger: Ledger, key: str, kind: str, report: Report) -> dict[str, Any] | None:
@@ -521,8 +520,12 @@ def _check_beside(kind: str, body: dict[str, Any], table: Table, report: Report)
         report.faults.append(str(error))
 
 
-def _check_manifest(ledger: Ledger, table: Table, report: Report) -> Manifest | None:
-    """Check that the manifest follows from the done records, and from segments that do."""
+def _check_manifest(ledger: Ledger, table: Table, report: Report, before: Sums) -> Manifest | None:
+    """Check that the manifest follows from the done records, and from segments that do.
+
+    Args:
+        before: as in `Derived.derive`.
+    """
     key = table.layout.manifest_key
     missing = [unit for unit in report.missing if unit < len(table.units)]
     damaged = any(unit < len(table.units) for unit in report.damaged)
@@ -538,8 +541,8 @@ def _check_manifest(ledger: Ledger, table: Table, report: Report) -> Manifest | 
     try:
         manifest = ledger.derived.read_manifest(table.layout)
         if manifest is not None:
-            ledger.derived.catalog(table, manifest)
-        follows = ledger.derived.manifest_follows(table)
+            ledger.derived.rows_of_units(table, manifest)
+        follows = ledger.derived.manifest_follows(table, before)
     except SpileError as error:
         report.faults.append(str(error))
         return None

@@ -1,5 +1,6 @@
 """Opening a dataset: which generation, which passes and which units a reader gets."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -112,15 +113,16 @@ def _own_part(ledger: Ledger, newest: Table, partial: bool) -> TapGroup:
     table = newest
     if not partial:
         there = ledger.done_units()
-        base, *later = newest.every_generation()
-        whole = [each for each in (base, *later) if there.issuperset(range(len(each.units)))]
-        if not whole:
+        first_missing = next(unit for unit in itertools.count() if unit not in there)
+        every = reversed(newest.every_generation())
+        whole = next((each for each in every if len(each.units) <= first_missing), None)
+        if whole is None:
+            base = range(len(newest.at(0).units))
             raise StoreError(
-                f"{ledger.url}: {len(there.intersection(range(len(base.units))))} of "
-                f"{len(base.units)} units are done; finish with the same `spile extract`, or open "
-                "with partial=True"
+                f"{ledger.url}: {len(there.intersection(base))} of {len(base)} units are done; "
+                "finish with the same `spile extract`, or open with partial=True"
             )
-        table = whole[-1]
+        table = whole
     scales = ledger.read_scales(table)
     units = ledger.catalog_so_far(table)
     return TapGroup(table, units, _needed(scales) if len(units) else {})

@@ -5,11 +5,13 @@ corpus files and more units; those that were there keep their ids, their rows an
 reader opens the newest generation whose units are all done.
 """
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from spile.core.errors import CorruptError
+from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.codec.columns import ColumnFile, named_by_content
 from spile.dataset.records.unit_table import UnitColumns, read_units
@@ -25,7 +27,8 @@ class Generation:
     Attributes:
         before: how many units there were before.
         files: those of the corpus that follow the ones before.
-        sources: where all files of the corpus were found, those of earlier generations too.
+        sources: where the files of the recipe's corpus are found now, and then the sources that
+            this generation adds.
         max_docs: the limit that all units together keep to, if there is one.
         max_tokens: as `max_docs`.
         columns: the file that holds the units; None before it is stored.
@@ -76,28 +79,45 @@ class Generation:
         return cls(before, tuple(known), tuple(cast(list[str], sources)), **limits, columns=columns)
 
 
-def read_generation(
-    objects: Objects, number: int, fingerprint: str, before: int
-) -> tuple[Generation, UnitColumns] | None:
-    """Return a generation and its units; None if there is none of that number.
+def read_generations(
+    objects: Objects, fingerprint: str, before: int
+) -> list[tuple[Generation, UnitColumns]]:
+    """Return all generations in order, each with its units.
 
     Args:
         fingerprint: that of the table.
-        before: the number of units that there are without it.
+        before: the number of units of the table alone.
     """
-    key = fmt.generation_key(number)
-    body = fmt.read_record(objects, key, "generation")
-    if body is None:
-        return None
-    prefix = f"{fmt.generation_folder(number)}{fmt.UNIT_COLUMNS}"
-    try:
-        made = Generation.from_json(body, fingerprint, before, prefix)
-        units = read_units(objects, body["units"], prefix)
-        if not len(units):
-            raise ValueError("it adds no units")
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CorruptError(key, f"is not a generation ({fmt.shown(error)})") from error
-    return made, units
+    found: list[tuple[Generation, UnitColumns]] = []
+    for number, body in _records(objects):
+        key, folder = fmt.generation_key(number), fmt.generation_folder(number)
+        prefix = f"{folder}{fmt.UNIT_COLUMNS}"
+        try:
+            made = Generation.from_json(body, fingerprint, before, prefix)
+            units = read_units(objects, body["units"], prefix)
+            if not 0 < len(units) <= fmt.MOST_UNITS - before:
+                raise ValueError("it adds no units, or too many")
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise CorruptError(key, f"is not a generation ({fmt.shown(error)})") from error
+        before += len(units)
+        found.append((made, units))
+    return found
+
+
+def _records(objects: Objects) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the records of generations with their numbers, until there is none."""
+
+    def read(number: int) -> dict[str, Any] | None:
+        return fmt.read_record(objects, fmt.generation_key(number), "generation")
+
+    first = read(1)
+    if first is None:  # as of most datasets: nothing is read ahead
+        return
+    yield 1, first
+    for number, body in enumerate(mapped(read, itertools.count(2), objects.parallel), 2):
+        if body is None:
+            return
+        yield number, body
 
 
 def create_generation(

@@ -9,6 +9,7 @@ segment. The worker that commits the last unit does it. The others, perhaps a th
 if it has not been done after a while.
 """
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -26,7 +27,7 @@ from spile.dataset.codec.quantization import scales_from_json, scales_to_json
 from spile.dataset.format import CURRENT, Done, KeyLayout
 from spile.dataset.records import generations
 from spile.dataset.records import table as tables
-from spile.dataset.records.manifest import Derived
+from spile.dataset.records.manifest import Derived, Sums
 from spile.dataset.records.segments import (
     Catalog,
     Segment,
@@ -473,18 +474,36 @@ class Ledger:
         if not all(group in there or self.seal(table, group) for group in groups):
             return False
         self._complete_earlier(table)
-        settle(self.objects, layout.segment_key(0), manifest)
-        body, file, columns = self.derived.derive(table)
-        if body["rows"]:
-            self.objects.create(file.key, columns)
-            self.objects.create(manifest, fmt.encode_record("manifest", body))
+        self._create_manifest(table)
         return True
 
     def _complete_earlier(self, table: Table) -> None:
-        """Create manifests of earlier generations that were never finished by themselves."""
-        for earlier in table.every_generation()[:-1]:
-            if not exists(self.objects, earlier.layout.manifest_key):
-                self.complete(earlier)
+        """Create manifests of earlier generations that were never finished by themselves.
+
+        They are created in order, so if a generation has one, those before it have theirs.
+        """
+        missing = list[Table]()
+        for earlier in itertools.islice(reversed(table.every_generation()), 1, None):
+            if exists(self.objects, earlier.layout.manifest_key):
+                break
+            missing.append(earlier)
+        before = Sums()
+        while missing:
+            earlier = missing.pop()
+            there = self.sealed_groups(earlier.layout)
+            for group in range(earlier.layout.groups(len(earlier.units))):
+                if group not in there:
+                    self.seal(earlier, group)
+            self._create_manifest(earlier, before)
+
+    def _create_manifest(self, table: Table, before: Sums | None = None) -> None:
+        """Create the manifest of a table whose groups all have their segments."""
+        manifest = table.layout.manifest_key
+        settle(self.objects, table.layout.segment_key(0), manifest)
+        body, file, columns = self.derived.derive(table, before)
+        if body["rows"]:
+            self.objects.create(file.key, columns)
+            self.objects.create(manifest, fmt.encode_record("manifest", body))
 
     def _is_done(self, table: Table, group: int) -> bool:
         return self.done_in(group).issuperset(table.layout.units_of(group, len(table.units)))

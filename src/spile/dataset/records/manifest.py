@@ -4,9 +4,8 @@ It exists once every group has its segment. `Derived` reads what follows from th
 `Ledger.complete` creates it.
 """
 
-import itertools
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,20 +13,28 @@ import numpy as np
 from spile.core.errors import CorruptError
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
-from spile.dataset.codec.columns import ColumnFile, named_by_content, read_columns
+from spile.dataset.codec.columns import (
+    ColumnFile,
+    Ints,
+    columns_in,
+    named_by_content,
+    read_columns,
+)
 from spile.dataset.codec.shard import statistics_tensors
 from spile.dataset.codec.statistics import TapStats
-from spile.dataset.format import Done, KeyLayout
+from spile.dataset.format import Done, KeyLayout, TapInfo
 from spile.dataset.records.segments import (
     Catalog,
+    Segment,
     SegmentFile,
     Totals,
+    describes,
     merge_statistics,
     sealed_segment,
     statistics_in,
 )
 from spile.dataset.records.table import Table
-from spile.objects import Objects
+from spile.objects import Objects, exists
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,27 @@ class Manifest:
     totals: Totals
     segments: tuple[SegmentFile, ...]
     columns: ColumnFile
+
+
+@dataclass
+class Sums:
+    """What a manifest says of the first segments of a table."""
+
+    files: list[SegmentFile] = field(default_factory=list[SegmentFile])
+    total: Totals = field(default_factory=Totals)
+    rows: list[np.ndarray] = field(default_factory=list[np.ndarray])
+    statistics: dict[str, TapStats] = field(default_factory=dict[str, TapStats])
+
+    def add(self, file: SegmentFile, segment: Segment, taps: Mapping[str, TapInfo]) -> None:
+        self.files.append(file)
+        self.total.add(segment.totals())
+        self.rows.append(segment.rows.copy())  # (a view would hold the whole segment)
+        merge_statistics(self.statistics, statistics_in(segment.columns, taps))
+
+    def copied(self) -> "Sums":
+        total = replace(self.total, skipped={**self.total.skipped})
+        statistics = {tap: replace(stats) for tap, stats in self.statistics.items()}
+        return Sums([*self.files], total, [*self.rows], statistics)
 
 
 class Derived:
@@ -65,6 +93,11 @@ class Derived:
 
     def catalog(self, table: Table, manifest: Manifest) -> Catalog:
         """Return the units of a finished dataset."""
+        rows = self.rows_of_units(table, manifest)
+        return Catalog(self._objects, table.layout, manifest.segments, rows)
+
+    def rows_of_units(self, table: Table, manifest: Manifest) -> Ints:
+        """Return the rows of each unit, as a manifest says; check that it is of the table."""
         if manifest.table != table.order:
             raise CorruptError(
                 table.layout.manifest_key, f"belongs to another table than {fmt.UNITS}"
@@ -79,49 +112,97 @@ class Derived:
         sums = [int(part.sum()) for part in np.split(rows, ends)] if rows is not None else []
         if rows is None or rows.dtype != np.int64 or sums != [e.rows for e in manifest.segments]:
             raise CorruptError(manifest.columns.key, "does not hold the rows of each unit")
-        return Catalog(self._objects, layout, manifest.segments, rows)
+        return rows
 
-    def derive(self, table: Table) -> tuple[dict[str, Any], ColumnFile, bytes]:
+    def derive(
+        self, table: Table, before: Sums | None = None
+    ) -> tuple[dict[str, Any], ColumnFile, bytes]:
         """Derive the manifest from all segments: its body, and the file of columns that it names.
 
         Statistics are merged unit by unit within a segment, and then segment by segment.
+
+        Args:
+            before: from the same call for an earlier generation. A generation changes the last
+                groups alone, so that the sums of the others hold for it; those of all its groups
+                but the last are added for the next.
         """
-        files, total = list[SegmentFile](), Totals()
-        rows, statistics = list[np.ndarray](), dict[str, TapStats]()
         layout = table.layout
         keys = [layout.segment_key(group) for group in range(layout.groups(len(table.units)))]
+        known = [each.file.key for each in before.files] if before else []
+        sums = before if before and known == keys[:-1][: len(known)] else Sums()
 
-        def read(key: str) -> tuple[SegmentFile, Any]:
+        def read(key: str) -> tuple[SegmentFile, Segment]:
             return sealed_segment(self._objects, key, layout)
 
-        for file, segment in mapped(read, keys, self._objects.parallel):
+        left = keys[len(sums.files) :]
+        for at, (file, segment) in enumerate(mapped(read, left, self._objects.parallel), 1):
             if segment.fingerprint != table.fingerprint:
                 raise CorruptError(file.file.key, "belongs to another recipe")
-            files.append(file)
-            total.add(segment.totals())
-            rows.append(segment.rows.copy())  # (a view would hold the whole segment)
-            merge_statistics(statistics, statistics_in(segment.columns, table.taps))
-        columns = {"rows": np.concatenate(rows), **statistics_tensors(statistics)}
+            if at == len(left):  # the next generation may add units to this group
+                sums = sums.copied()
+            sums.add(file, segment, table.taps)
+        columns = {"rows": np.concatenate(sums.rows), **statistics_tensors(sums.statistics)}
         file, data = named_by_content(layout.manifest_columns, columns)
         body = {
             "fingerprint": table.fingerprint,
             "table": table.order,
-            **asdict(total),
-            "segments": [each.to_json() for each in files],
+            **asdict(sums.total),
+            "segments": [each.to_json() for each in sums.files],
             "columns": file.to_json(),
         }
         return body, file, data
 
-    def manifest_follows(self, table: Table) -> bool:
-        """Return whether the manifest follows from the segments."""
+    def manifest_follows(self, table: Table, before: Sums | None = None) -> bool:
+        """Return whether the manifest follows from the segments; `before` as in `derive`."""
         stored = fmt.read_record(self._objects, table.layout.manifest_key, "manifest")
-        return stored == self.derive(table)[0]
+        return stored == self.derive(table, before)[0]
 
-    def follows(self, table: Table, manifest: Manifest, records: Iterable[Done]) -> bool:
-        """Return whether the manifest, and all that it names, follows from these records."""
-        pairs = itertools.zip_longest(self.catalog(table, manifest), records)
-        same = all(one and other and same_unit(one, other) for one, other in pairs)
-        return same and self.manifest_follows(table)
+    def unfounded(self, table: Table, read: Callable[[int], Done]) -> set[str]:
+        """Return the keys of manifests that do not follow from the records of their units.
+
+        Args:
+            table: the newest; the manifests of all its generations are looked at.
+            read: returns the record of a unit; each is read once.
+        """
+        whole = [
+            number
+            for number in range(len(table.generations) + 1)
+            if exists(self._objects, fmt.manifest_key(number))
+        ]
+        newest, wrong = table.at(whole[-1] if whole else 0), set[str]()
+        for group in range(newest.layout.groups(len(newest.units)) if whole else 0):
+            units = newest.layout.units_of(group, len(newest.units))
+            records = [*mapped(read, units, self._objects.parallel)]
+            for each in map(table.at, newest.layout.generations_of(group)):
+                had = len(each.layout.units_of(group, len(each.units)))
+                key = each.layout.segment_key(group)
+                wrong |= set[str]() if self._describes(key, records[:had]) else {key}
+        before = Sums()
+        return {
+            each.layout.manifest_key
+            for each in map(table.at, whole)
+            if not self._is_founded(each, wrong, before)
+        }
+
+    def _describes(self, key: str, records: Sequence[Done]) -> bool:
+        """Return whether a segment follows from records, or is missing."""
+        try:
+            return describes(columns_in(key, self._objects.get(key)), records)
+        except FileNotFoundError:
+            return True  # as of a generation that was never completed
+        except CorruptError:
+            return False
+
+    def _is_founded(self, table: Table, wrong: Collection[str], before: Sums) -> bool:
+        """Return whether a manifest follows from segments, none of which is wrong."""
+        try:
+            manifest = self.read_manifest(table.layout)
+            if manifest is None or not named_by(manifest).isdisjoint(wrong):
+                return False
+            self.rows_of_units(table, manifest)
+            return self.manifest_follows(table, before)
+        except (CorruptError, FileNotFoundError):
+            return False
 
 
 def _manifest_of(body: Mapping[str, Any], layout: KeyLayout) -> Manifest:
@@ -149,9 +230,12 @@ def named_files(table: Table, *manifests: Manifest) -> set[str]:
     """Return the keys of the files that hold the units of a table and of manifests."""
     keys = {table.units.key, *(file.key for file in table.tokenizer.values())}
     keys |= {each.columns.key for each in table.generations if each.columns}
-    for manifest in manifests:
-        keys |= {manifest.columns.key, *(each.file.key for each in manifest.segments)}
-    return keys
+    return keys.union(*map(named_by, manifests))
+
+
+def named_by(manifest: Manifest) -> set[str]:
+    """Return the keys of the files that a manifest names."""
+    return {manifest.columns.key, *(each.file.key for each in manifest.segments)}
 
 
 def same_unit(one: Done, other: Done) -> bool:

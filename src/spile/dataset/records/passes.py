@@ -161,11 +161,13 @@ class Pass:
 
     def is_behind(self, base: Table) -> bool:
         """Return whether the pass was complete, and lacks units of a later generation."""
-        *earlier, newest = base.every_generation()
         with named(self.name):
-            if not earlier or self.manifest_over(newest):
+            if not base.generations or self.manifest_over(base):
                 return False
-            return any(self.manifest_over(each) for each in earlier)
+            # (What an unfinished pass has derived lies in few of the generations' folders.)
+            names = (name for name in self.objects.folders(fmt.GENERATIONS) if name.isdecimal())
+            numbers = (number for number in (0, *map(int, names)) if number < len(base.generations))
+            return any(self.manifest_over(base.at(number)) for number in numbers)
 
     def finished(self, base: Table) -> Table | None:
         """Return the table of the pass, over that of the dataset, if it can be read."""

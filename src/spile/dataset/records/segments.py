@@ -290,6 +290,14 @@ def derive_segment(
     return {**columns_of(records), **statistics_tensors(total)}
 
 
+def describes(columns: Columns, records: Sequence[Done]) -> bool:
+    """Return whether a segment follows from the records of its units, statistics aside."""
+    return all(
+        name in columns and np.array_equal(columns[name], column, equal_nan=True)
+        for name, column in columns_of(records).items()
+    )
+
+
 def merge_statistics(total: dict[str, TapStats], more: Mapping[str, TapStats]) -> None:
     """Add statistics to totals, by tap."""
     for tap, stats in more.items():

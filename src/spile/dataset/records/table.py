@@ -1,8 +1,10 @@
 """The unit table of a dataset: its recipe, taps and units, read and created."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, overload
 
 import xxhash
 
@@ -14,7 +16,7 @@ from spile.core.recipe import ResolvedRecipe
 from spile.dataset import format as fmt
 from spile.dataset.codec.columns import ColumnFile, column_file, named_by_content
 from spile.dataset.format import KeyLayout, TapInfo
-from spile.dataset.records.generations import Generation, read_generation
+from spile.dataset.records.generations import Generation, read_generations
 from spile.dataset.records.unit_table import UnitColumns, read_units
 from spile.objects import Objects, exists
 
@@ -43,16 +45,18 @@ class Table:
     generations: tuple[Generation, ...] = ()
     more_sources: tuple[str, ...] = ()  # of corpus files, beside the recipe's
 
-    @property
+    @cached_property
     def layout(self) -> KeyLayout:
         return KeyLayout(tuple(each.before for each in self.generations))
 
     @property
     def sources(self) -> tuple[str, ...]:
         """Where the files of the corpus were found."""
-        if self.generations:
-            return self.generations[-1].sources
-        return (self.recipe.corpus_source, *self.more_sources)
+        first, more = self.recipe.corpus_source, [*self.more_sources]
+        for each in self.generations:
+            first = each.sources[0]
+            more += each.sources[1:]
+        return (first, *more)
 
     @property
     def whole_recipe(self) -> ResolvedRecipe:
@@ -62,7 +66,7 @@ class Table:
         newest = self.generations[-1]
         return replace(
             self.recipe,
-            corpus_source=newest.sources[0],
+            corpus_source=self.sources[0],
             corpus=tuple(file["identity"] for file in self.files),
             max_docs=newest.max_docs,
             max_tokens=newest.max_tokens,
@@ -72,25 +76,44 @@ class Table:
         """Return the table as it was at a generation; 0: before the first."""
         if generation == len(self.generations):
             return self
-        later = self.generations[generation:]
-        return replace(
+        earlier = replace(
             self,
-            files=self.files[: len(self.files) - sum(len(each.files) for each in later)],
-            units=self.units.part(0, later[0].before),
+            files=self.files[: self._files_at[generation]],
+            units=self.units.part(0, self.generations[generation].before),
             generations=self.generations[:generation],
         )
+        vars(earlier)["layout"] = KeyLayout(self.layout.grown[:generation])  # (at less cost)
+        return earlier
 
-    def every_generation(self) -> "list[Table]":
-        """Return the table as it was at each generation, the first of them before any."""
-        return [self.at(number) for number in range(len(self.generations) + 1)]
+    @cached_property
+    def _files_at(self) -> list[int]:
+        """How many files there were at each generation."""
+        own = len(self.files) - sum(len(each.files) for each in self.generations)
+        counts = (len(each.files) for each in self.generations)
+        return [*itertools.accumulate(counts, initial=own)]
 
-    def grown(self, generation: Generation, units: UnitColumns) -> "Table":
-        """Return the table with a generation's units and files after its own."""
+    def every_generation(self) -> "Sequence[Table]":
+        """Return the table as it was at each generation, the first of them before any.
+
+        Each is made when it is asked for: all of a thousand are large.
+        """
+        return _EveryGeneration(self)
+
+    def grown(self, *generations: "tuple[Generation, UnitColumns]", parallel: int = 1) -> "Table":
+        """Return the table with the units and files of generations after its own.
+
+        Args:
+            parallel: how many files with units are read at a time, when units are needed.
+        """
+        if not generations:
+            return self
+        added = [generation for generation, _ in generations]
+        parts = [self.units, *(units for _, units in generations)]
         return replace(
             self,
-            files=(*self.files, *generation.files),
-            units=self.units.followed_by(units),
-            generations=(*self.generations, generation),
+            files=(*self.files, *(file for each in added for file in each.files)),
+            units=UnitColumns.joined(parts, parallel),
+            generations=(*self.generations, *added),
         )
 
     def flattened(self) -> "Table":
@@ -161,16 +184,32 @@ class Table:
         return xxhash.xxh3_128_hexdigest(canonical_json(told))
 
 
+class _EveryGeneration(Sequence[Table]):
+    """A table as it was at each of its generations."""
+
+    def __init__(self, newest: Table) -> None:
+        self._newest = newest
+
+    def __len__(self) -> int:
+        return len(self._newest.generations) + 1
+
+    @overload
+    def __getitem__(self, at: int) -> Table: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Table]: ...
+    def __getitem__(self, at: int | slice) -> Table | list[Table]:
+        if isinstance(at, slice):
+            return [self[number] for number in range(*at.indices(len(self)))]
+        return self._newest.at(range(len(self))[at])
+
+
 def read_table(objects: Objects) -> Table | None:
     """Return the unit table with all its generations, finished or not."""
     table = _read_first(objects)
-    while table is not None:
-        number = len(table.generations) + 1
-        more = read_generation(objects, number, table.fingerprint, len(table.units))
-        if more is None:
-            break
-        table = table.grown(*more)
-    return table
+    if table is None:
+        return None
+    found = read_generations(objects, table.fingerprint, len(table.units))
+    return table.grown(*found, parallel=objects.parallel)
 
 
 def _read_first(objects: Objects) -> Table | None:
@@ -226,9 +265,9 @@ def table_records(table: Table) -> dict[str, str]:
 
     A manifest need not exist.
     """
-    numbers = range(1, len(table.generations) + 1)
-    generations = {fmt.generation_key(number): "generation" for number in numbers}
-    manifests = {each.layout.manifest_key: "manifest" for each in table.every_generation()}
+    numbers = range(len(table.generations) + 1)
+    generations = {fmt.generation_key(number): "generation" for number in numbers[1:]}
+    manifests = {fmt.manifest_key(number): "manifest" for number in numbers}
     return {fmt.UNITS: "units", **generations, **manifests}
 
 

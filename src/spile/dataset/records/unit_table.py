@@ -11,6 +11,7 @@ from typing import Any, overload
 import numpy as np
 
 from spile.core.errors import CorruptError
+from spile.core.threads import mapped
 from spile.core.units import Span, Unit
 from spile.dataset import format as fmt
 from spile.dataset.codec.columns import (
@@ -45,6 +46,7 @@ class UnitColumns(Sequence[Unit]):
         key: the name of their file in errors.
         """
         self._count, self._load, self.key = count, load, key
+        self._columns: Columns | None = None
 
     @classmethod
     def of(cls, units: Sequence[Unit], first: int = 0) -> "UnitColumns":
@@ -58,13 +60,18 @@ class UnitColumns(Sequence[Unit]):
         columns = _columns_of(units, first)
         return cls(len(units), lambda: columns)
 
-    def followed_by(self, more: "UnitColumns") -> "UnitColumns":
-        """Return these units and then others, as one table."""
+    @classmethod
+    def joined(cls, parts: "Sequence[UnitColumns]", parallel: int = 1) -> "UnitColumns":
+        """Return units one after the other, as one table.
+
+        Args:
+            parallel: how many parts are loaded at a time.
+        """
 
         def load() -> Columns:
-            return _joined(self.columns, more.columns)
+            return _joined([*mapped(UnitColumns._loaded, parts, parallel)])
 
-        return UnitColumns(len(self) + len(more), load, self.key)
+        return cls(sum(map(len, parts)), load, parts[0].key)
 
     def part(self, first: int, stop: int) -> "UnitColumns":
         """Return consecutive units; their ids are counted from 0."""
@@ -93,8 +100,16 @@ class UnitColumns(Sequence[Unit]):
         columns["span/doc"] = np.where(own == _NONE, own, own + docs)
         return UnitColumns(len(self), lambda: columns, self.key)
 
-    @cached_property
+    @property
     def columns(self) -> Columns:
+        if self._columns is None:
+            self._columns = self._loaded()
+        return self._columns
+
+    def _loaded(self) -> Columns:
+        """Return the columns, and do not keep them: they are needed once, to be joined."""
+        if self._columns is not None:
+            return self._columns
         columns = self._load()
         _check(self.key, columns, self._count)
         return columns
@@ -191,15 +206,13 @@ _ENDS = {
 }
 
 
-def _joined(one: Columns, other: Columns) -> dict[str, np.ndarray]:
-    """Return columns one after the other; where runs end is counted through both."""
-    before = {name: len(one[counted]) for name, counted in _ENDS.items()}
-    return {
-        name: np.concatenate(
-            [column, other[name] + before[name] if name in before else other[name]]
-        )
-        for name, column in one.items()
-    }
+def _joined(parts: Sequence[Columns]) -> dict[str, np.ndarray]:
+    """Return columns one after the other; where runs end is counted through all of them."""
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    for name, counted in _ENDS.items():
+        before = np.cumsum([0, *(len(part[counted]) for part in parts[:-1])], dtype=np.int64)
+        joined[name] += np.repeat(before, [len(part[name]) for part in parts])
+    return joined
 
 
 def _part(columns: Columns, first: int, stop: int) -> dict[str, np.ndarray]:
@@ -305,7 +318,7 @@ def read_units(objects: Objects, told: Any, prefix: str) -> UnitColumns:
         told: `units` of the record.
         prefix: that of the file's key.
     """
-    if not fmt.is_count(told["count"]):
-        raise ValueError("the number of units is not a number")
+    if not fmt.is_count(told["count"]) or told["count"] > fmt.MOST_UNITS:
+        raise ValueError("the number of units is not one that a table can have")
     file = ColumnFile.from_json(told, prefix)
     return UnitColumns(told["count"], partial(read_columns, objects, file), file.key)
