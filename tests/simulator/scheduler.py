@@ -82,7 +82,7 @@ class Scheduler(System):
         self.errors: list[tuple[str, BaseException]] = []
         self._events: list[tuple[float, float, int, Callable[[], object]]] = []
         self._count = 0
-        self._over = False
+        self.over = False
 
     # -- events ------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class Scheduler(System):
 
     def close(self) -> None:
         """Unwind what was killed or never ended; nothing it does then has any effect."""
-        self._over = True
+        self.over = True
         for task in list(self.unended):
             for _ in range(100):
                 if task.greenlet.dead or not task.greenlet:
@@ -141,7 +141,7 @@ class Scheduler(System):
 
     def block(self, timeout: float | None = None) -> bool:
         """Wait until woken (True), or for so long (False)."""
-        if self._over:
+        if self.over:
             raise GreenletExit
         task = self.task
         assert task is not None
@@ -353,5 +353,5 @@ class _Pool:
             future, _ = self._waiting.popleft()
             future.cancel()
             future.set_running_or_notify_cancel()
-        if wait:
+        if wait and not self._scheduler.over:  # (then whoever is left does not wait)
             self._scheduler.wait_for(lambda: not self._running, self._line, None)

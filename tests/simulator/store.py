@@ -4,7 +4,7 @@
 reading back. What a request does happens in the bucket, whatever has become of whoever asked.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +81,12 @@ class Bucket:
             self._entries.pop(key, None)
             self._keys.remove(key)
             self._deleted(key)
+
+    def restore(self, objects: Mapping[str, tuple[bytes, str]]) -> None:
+        """Hold these objects instead; nobody is told of it."""
+        self.objects, self._entries = dict(objects), {}
+        self._keys = SortedList(objects)
+        self._versions += 1 << 20  # (what is put from now on has other etags)
 
     def page(self, prefix: str, after: str) -> list[dict[str, Any]]:
         first = self._keys.bisect_right(max(prefix, after))  # no key is that of a folder

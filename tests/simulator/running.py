@@ -1,0 +1,643 @@
+"""Commands at work on a few places, and what must be so of what they make.
+
+The shipped commands run in simulated time on simulated buckets (`scheduler.py`, `store.py`), from
+the corpus to the reader. Only the model is stood in for, by a hash (`documents.py`). After every
+command, each place that has changed is compared with
+
+* the corpus: every row of every unit is that of the file, the place and the recipe that the table
+  names, and no document is there twice (`places.py`);
+* the model of the commands (`contents.py`): a command that succeeded did all that it says, one that
+  was refused changed nothing, and one that was killed has done a part, which the same command ends;
+* `spile.open` and `spile verify`: both find the same, and documents that were readable stay so.
+"""
+
+import functools
+import json
+import logging
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from simulator import documents
+from simulator.contents import CHANGES, ONTO, Content, Op, Refused, after
+from simulator.documents import GROWS, GROWS_FROM, SEQ_LEN, HashStep
+from simulator.places import HOST, Places, Violation, read, reads, told
+from simulator.scheduler import Process, Scheduler
+from simulator.store import Faults, Store
+from spile.core.config import Recipe, Runtime
+from spile.core.errors import CorruptError, SpileError
+from spile.core.system import using
+from spile.dataset.maintain import repair
+from spile.dataset.maintain.assemble import copy_part, merge
+from spile.dataset.maintain.compact import compact
+from spile.dataset.maintain.gc import collect_garbage
+from spile.dataset.maintain.replica import replicate
+from spile.dataset.maintain.shuffle import shuffle
+from spile.dataset.maintain.verify import verify
+from spile.dataset.read.opening import open_dataset
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.passes import drop_taps
+from spile.metrics import Counters
+from spile.models.files.checkpoint import Checkpoint
+from spile.objects import Objects, bucket
+from spile.objects.bucket import BucketObjects
+from spile.objects.rooted import RootedObjects
+from spile.plan import passes, resolve
+from spile.run import assembly
+from spile.run import extract as extraction
+from spile.run import repair as repairing
+from spile.run.assembly import Assembly
+from spile.run.pipeline.pickers import Place
+
+_DAY = 86_400.0
+
+
+@dataclass
+class _Running:
+    """A command at work."""
+
+    op: Op
+    outcome: str = ""  # ok, refused, failed, killed or crashed
+    said: str = ""
+    result: Any = None
+    begun: bool = False  # whether it may have begun before it was refused
+    requests: int = 0
+    kill: int | None = None
+
+
+@dataclass
+class _State:
+    """What a reader said of its iteration, and what was left of it."""
+
+    content: Content
+    place: str
+    told: str
+    options: Mapping[str, Any]
+    tap: str
+    left: list[bytes]
+
+
+class Run:
+    """A program at work."""
+
+    def __init__(self, places: Sequence[str], unit_tokens: int) -> None:
+        self._unit_tokens = unit_tokens
+        self.scheduler = Scheduler(0)
+        self.world: dict[str, Content | None] = dict.fromkeys(places)
+        self.trace: list[str] = []
+        self.outcomes: Counter[tuple[str, str]] = Counter()
+        self._folder = Path(tempfile.mkdtemp(prefix="spile-program-"))
+        self._grows = self._folder / GROWS
+        self.places = Places(places, self._grows)
+        self._grown = list(GROWS_FROM)
+        self._undone: dict[str, set[str]] = {place: set() for place in places}
+        self._made_from: dict[str, tuple[str, Content | None]] = {}
+        self._copied_from: dict[str, str] = {}
+        self._recut: set[str] = set()  # places whose units do not follow from their corpus
+        self._states: list[_State] = []
+        self._processes: dict[Process, _Running] = {}
+
+    @contextmanager
+    def simulated(self) -> Generator[None, None, None]:
+        with ExitStack() as stack:
+            stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            stack.callback(logging.disable, logging.root.manager.disable)
+            logging.disable(logging.CRITICAL)
+            documents.grow(self._grows, self._grown)
+            stack.enter_context(using(self.scheduler))
+            for owner, name, stub in (
+                (bucket, "open_bucket", self._open),
+                (Assembly, "load", lambda parts: HashStep(parts)),
+                (extraction, "stop_on_signal", lambda stop, at_second=None: nullcontext(stop)),
+                (extraction, "peak_flops", lambda device, dtype: None),
+                (repair, "secrets", SimpleNamespace(token_hex=self.scheduler.token)),
+                *_cached(),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, stub))
+            stack.callback(self.scheduler.close)
+            yield
+
+    def _say(self, line: str) -> None:
+        """Note what happened; two runs of a program have different folders."""
+        self.trace.append(line.replace(str(self._folder), ""))
+
+    # -- commands -----------------------------------------------------------------------------
+
+    def give(self, op: Op) -> None:
+        """Let a dataset be there."""
+        self.places.buckets[op.place].restore(_given(op, self._unit_tokens))
+        self.places.has_changed(op.place)
+        self.world[op.place] = self.places.found(op.place)
+        self.places.look_at(op.place, self.world[op.place])
+
+    def execute(self, op: Op) -> None:
+        """Run a command, and what runs beside it; look at what came of it."""
+        for name in op.files:
+            if name not in self._grown:
+                self._grown.append(name)
+        documents.grow(self._grows, op.files)
+        if op.kind == "take":
+            self._take(op)
+        elif op.kind == "resume":
+            self._resume(op)
+        elif op.kind == "repair":
+            self._repair(op)
+        else:
+            self._once(op)
+
+    def _once(self, op: Op) -> None:
+        before = dict(self.world)
+        clean = {place for place, undone in self._undone.items() if not undone}
+        together = [op, *([op.beside] if op.beside else [])]
+        ran = self._together(op, together)
+        self._judge(ran, before)
+        for each in ran:
+            must = len(ran) == 1 and self._must(each.op, before, clean)
+            if each.outcome == "ok":
+                self._undone[each.op.place].discard(str(_plain(each.op)))
+            elif must and each.outcome != "killed" and not each.op.rough:
+                raise Violation(f"refused: {_plain(each.op)}: {each.said}")
+            elif each.op.again and (each.outcome == "killed" or each.op.rough or len(ran) > 1):
+                self._again(each.op, before if len(ran) == 1 else None, must)
+
+    def _again(self, op: Op, before: Mapping[str, Content | None] | None, must: bool) -> None:
+        """Repeat a command that did not succeed."""
+        world = dict(self.world)
+        (ran,) = self._together(op, [_plain(op)])
+        self._judge([ran], world)
+        if ran.outcome == "ok":
+            self._undone[op.place].discard(str(_plain(op)))
+            if before is not None:
+                self._same_as(op, before)
+        elif must:
+            raise Violation(f"refused: repeated, {_plain(op)}: {ran.said}")
+
+    def _same_as(self, op: Op, before: Mapping[str, Content | None]) -> None:
+        """A command that was killed and repeated has done what it does."""
+        try:
+            wanted = after(op, before, tuple(self._grown))
+        except Refused as why:
+            raise Violation(f"model: {_plain(op)} succeeded, though {why}") from None
+        if not _between(wanted, wanted, self.world[op.place]):
+            raise self._other(op.place, [(wanted, wanted)])
+
+    def _together(self, first: Op, ops: Sequence[Op]) -> list[_Running]:
+        """Run commands at once, until nothing is left to happen."""
+        self.scheduler.random.seed(f"{first.seed} {first.kind}")
+        running = [_Running(op, kill=op.kill) for op in ops]
+        for each in running:
+            delay = each.op.delay if len(ops) > 1 else 0.0
+            self.scheduler.at(delay, functools.partial(self._start, each))
+        self.scheduler.run(self.scheduler.now + _DAY)
+        for each in running:
+            if not each.outcome:
+                raise Violation(f"hang: {each.op} never ended")
+            self._say(f"   {each.op.kind} {each.op.place}: {each.outcome} {each.said}")
+            self.outcomes[each.op.kind, each.outcome] += 1
+            if each.outcome == "crashed":
+                raise Violation(f"crash: {each.op}: {each.said}") from each.result
+        self._processes.clear()
+        return running
+
+    def _start(self, running: _Running) -> None:
+        def life() -> None:
+            try:
+                running.result = self._command(running.op)
+                running.outcome = "ok"
+            except SpileError as error:
+                running.outcome = "refused" if error.exit_code == 2 else "failed"
+                running.said = f"({type(error).__name__}: {error})"
+                running.result = error
+            except Exception as error:
+                running.outcome, running.result = "crashed", error
+                running.said = f"({type(error).__name__}: {error})"
+            if running.outcome == "ok":
+                self.places.note_shown(running.op.place)
+
+        process = Process(running.op.kind)
+        self._processes[process] = running
+        process.main = self.scheduler.spawn(process, life)
+
+    def _open(self, url: str, spool: object = None, prefix: str = "") -> Objects:
+        place, _, inside = url.removeprefix(HOST).partition("/")
+        objects: Objects
+        if self.places.looking:
+            objects = self.places.held(place)
+        else:
+            assert self.scheduler.task
+            process = self.scheduler.task.process
+            running = self._processes[process]
+            store = Store(
+                self.scheduler, self.places.buckets[place], _faults(running.op.rough),
+                functools.partial(self._asked, process),
+            )  # fmt: skip
+            objects = BucketObjects(HOST + place, store)
+        return RootedObjects(objects, f"{inside.rstrip('/')}/") if inside else objects
+
+    def _asked(self, process: Process, line: str) -> None:
+        """Count a request; after so many, a process is killed."""
+        running = self._processes.get(process)
+        if running is None or running.outcome:
+            return
+        running.requests += 1
+        if running.requests == running.kill:
+            process.alive = False
+            running.outcome, running.said = "killed", f"(after {line.split(' ', 2)[2]})"
+
+    def _command(self, op: Op) -> Any:
+        url, objects = HOST + op.place, self._open(HOST + op.place)
+        of = [self._open(HOST + place) for place in op.of]
+        names = sorted(tap.name for tap in op.taps)
+        if op.kind in ("extract", "more", "add-corpus", "add-taps", "like"):
+            stop: Any = self.scheduler.event()
+            return extraction.extract(
+                self._recipe(op), url, Runtime(), counters=Counters(), stop=stop,
+                options=extraction.RunOptions(place=Place()),
+            )  # fmt: skip
+        if op.kind == "drop":
+            return drop_taps(Ledger(objects), names)
+        if op.kind == "copy":
+            return replicate(of[0], objects)
+        if op.kind == "part":
+            units = [*range(len(Ledger(of[0]).table().units))][slice(*op.units)]
+            whole = op.units == (None, None, None)
+            return copy_part(of[0], objects, taps=names or None, units=None if whole else units)
+        if op.kind == "merge":
+            return merge(of, objects)
+        if op.kind == "compact":
+            return compact(of[0], objects, unit_bytes=70_000, taps=names or None)
+        if op.kind == "shuffle":
+            return shuffle(of[0], objects, seed=op.seed % 3, memory=20_000, taps=names or None)
+        if op.kind == "gc":
+            return collect_garbage(objects)
+        if op.kind == "verify":
+            return verify(objects, partial=True)
+        if op.kind == "read":
+            return read(op.place)
+        raise AssertionError(op.kind)
+
+    def _recipe(self, op: Op) -> Recipe:
+        path = op.source and documents.corpus(op.source, self._grows)
+        if op.kind == "more":
+            return Recipe(more=True, max_docs=op.most)
+        if op.kind == "add-corpus":
+            return Recipe(add_corpus=path, max_docs=op.most)
+        (spelled,) = {tap[1:] for tap in op.taps}
+        names = ",".join(tap.name.replace(".", ":") for tap in sorted(op.taps))
+        each: dict[str, Any] = {"store_dtype": spelled[0], "compute_dtype": spelled[1]}
+        if op.kind == "add-taps":
+            return Recipe(add_taps=names, **each)
+        model = str(documents.home() / op.rules.weights)
+        splice = (op.rules.splice or "none").replace(" ", ":")
+        if op.kind == "like":
+            like = HOST + op.of[0]
+            return Recipe(like=like, model=model, taps=names, splice=splice, **each)
+        return Recipe(
+            model=model, corpus=path, taps=names, where=op.rules.where, max_docs=op.most,
+            splice=splice, seq_len=SEQ_LEN, unit_tokens=self._unit_tokens, **each,
+        )  # fmt: skip
+
+    # -- what must be so ---------------------------------------------------------------------
+
+    def _judge(self, ran: Sequence[_Running], before: Mapping[str, Content | None]) -> None:
+        """Compare what is there now with what commands should have made of what was there."""
+        changed = [place for place in self.places.buckets if self.places.has_changed(place)]
+        for each in ran:
+            # (By what another command does, or has left there.)
+            each.begun = len(ran) > 1 or bool(self._undone[each.op.place])
+            undone = each.outcome in ("failed", "killed", "refused")
+            if undone and each.op.place in changed and each.op.kind in (*ONTO, *CHANGES):
+                self._undone[each.op.place].add(str(_plain(each.op)))
+            if each.outcome == "ok" and each.op.kind == "compact":
+                self._made_from[each.op.place] = each.op.of[0], before[each.op.of[0]]
+            cut = each.op.kind == "compact" or not self._recut.isdisjoint(each.op.of)
+            if each.op.kind in ONTO and each.op.kind != "like" and cut:
+                self._recut.add(each.op.place)
+            if each.outcome == "ok" and each.op.kind == "copy":
+                self._copied_from.setdefault(each.op.place, each.op.of[0])
+        judged = dict.fromkeys([*changed, *(each.op.place for each in ran)])
+        found = {place: self.places.found(place) for place in judged}
+        self.world |= found
+        for place in changed:
+            self.places.look_at(place, self.world[place])
+        every = self._candidates(ran, before)
+        if not every:
+            done = [each for each in ran if each.outcome == "ok"]
+            raise Violation(f"model: {self._why(done, before)}")
+        for place in judged:
+            spans = [(lo[place], hi[place]) for lo, hi in every]
+            if not any(_between(lo, hi, found[place]) for lo, hi in spans):
+                raise self._other(place, spans)
+        for each in ran:
+            worlds = [before, *(world for span in every for world in span)]
+            self._judge_result(each, [world[each.op.place] for world in worlds])
+
+    def _why(self, ran: Sequence[_Running], before: Mapping[str, Content | None]) -> str:
+        """Why commands must not all have succeeded."""
+        for each in ran:
+            try:
+                after(each.op, before, tuple(self._grown))
+            except Refused as why:
+                return f"{_plain(each.op)} succeeded, though {why}"
+        return f"both succeeded: {' and '.join(str(_plain(each.op)) for each in ran)}"
+
+    def _other(self, place: str, spans: Sequence[Any]) -> Violation:
+        wanted = {told(hi) for _, hi in spans} | {told(lo) for lo, _ in spans}
+        should = "\n  or ".join(sorted(wanted))
+        now = told(self.world[place])
+        return Violation(f"model: {place} contains\n     {now}\n  and should\n     {should}")
+
+    def _candidates(
+        self, ran: Sequence[_Running], before: Mapping[str, Content | None]
+    ) -> list[tuple[dict[str, Content | None], dict[str, Content | None]]]:
+        """What commands may have made, one after the other in any order: the least, the most."""
+        orders = [ran, ran[::-1]] if len(ran) > 1 else [ran]
+        found = list[Any]()
+        for order in orders:
+            spans = [(dict(before), dict(before))]
+            for each in order:
+                spans = [span for lo, hi in spans for span in self._span(each, lo, hi)]
+            found += spans
+        for one, other in (ran, ran[::-1]) if len(ran) > 1 else ():
+            # A copy takes of a source what is there when it comes to it.
+            if one.op.kind == "copy" and one.outcome == "ok" and other.op.place in one.op.of:
+                for lo, hi in self._span(other, dict(before), dict(before)):
+                    place = one.op.place
+                    least, most = (self._after(one.op, world) for world in (before, hi))
+                    found.append(({**lo, place: least[0]}, {**hi, place: most[0]}))
+        return found
+
+    def _after(self, op: Op, world: Mapping[str, Content | None]) -> list[Content | None]:
+        try:
+            return [after(op, world, tuple(self._grown))]
+        except Refused:
+            return []
+
+    def _span(self, ran: _Running, lo: dict[str, Any], hi: dict[str, Any]) -> list[Any]:
+        op, place = ran.op, ran.op.place
+        if op.kind not in (*ONTO, *CHANGES) or (ran.outcome == "refused" and not ran.begun):
+            return [(lo, hi)]
+        least, most = self._after(op, lo), self._after(op, hi)
+        if ran.outcome == "ok":
+            both = [*least, *most]
+            return [({**lo, place: both[0]}, {**hi, place: both[-1]})] if both else []
+        return [(lo, {**hi, place: (most or [hi[place]])[0]})]
+
+    def _must(self, op: Op, before: Mapping[str, Content | None], clean: set[str]) -> bool:
+        """Whether a command has no reason to refuse what it is asked."""
+        if not clean.issuperset((op.place, *op.of)):
+            return False
+        now, grown = before[op.place], tuple(self._grown)
+        try:
+            after(op, before, grown)
+        except Refused:
+            return False
+        parts = [part for place in op.of if (part := before[place])]
+        if op.kind == "copy" and now is not None:
+            return self._copied_from.get(op.place) == op.of[0] and now.added <= parts[0].added
+        if op.kind == "merge" and len({part.taps for part in parts}) > 1:
+            return False
+        if op.kind == "like" and (
+            op.of[0] in self._recut or parts[0].made or not self._found_again(parts[0])
+        ):
+            return False
+        if op.kind in ONTO:
+            return now is None
+        if now is None:
+            return op.kind == "extract"
+        if op.kind in ("more", "add-corpus"):
+            limited = now.most is not None or op.most is not None
+            shorter = op.most is not None and op.most < len(now.docs())
+            return not (now.made and limited) and not shorter
+        if op.kind == "add-taps":
+            return self._found_again(now)
+        if op.kind == "extract":
+            return not (now.made or now.shuffled) and self._found_again(now)
+        return True
+
+    def _found_again(self, content: Content) -> bool:
+        """Whether the sources of a dataset still have the same files."""
+        files = {**documents.SOURCES, GROWS: self._grown}
+        return {name for source in content.sources for name in files[source]} == {*content.files}
+
+    def _judge_result(self, ran: _Running, states: Sequence[Content | None]) -> None:
+        """Judge what a reader or an audit said of a place that had one of some states."""
+        kind, place, outcome = ran.op.kind, ran.op.place, ran.outcome
+        if states[0] is None or self._undone[place]:
+            return
+        if kind == "verify" and outcome == "ok" and not ran.result.ok and not ran.op.rough:
+            raise Violation(f"verify: {place}: {ran.result.faults[:3]}")
+        if kind == "read" and isinstance(ran.result, CorruptError):
+            raise Violation(f"open: {place}: {ran.said}")
+        if kind != "read" or outcome != "ok":
+            return
+        if not any(state and reads(ran.result, state) for state in states):
+            raise Violation(f"open: {place} was read as none of its states")
+
+    def finish(self) -> None:
+        """Audit every place."""
+        for place, content in self.world.items():
+            if content is not None and not self._undone[place]:
+                report = self.places.audit(place, partial=content.through < content.last)
+                if not report.ok:
+                    raise Violation(f"verify: {place}: {report.faults[:3]}")
+
+    # -- damage ----------------------------------------------------------------------------------
+
+    def _repair(self, op: Op) -> None:
+        """Damage a dataset, and let it be mended."""
+        content, held = self.world[op.place], self.places.buckets[op.place]
+        if content is None or content.through < content.last or self._undone[op.place]:
+            return
+        before = dict(held.objects)
+        key = self.places.damage(op.place, op.damage, op.seed)
+        if key is None:
+            return
+        self._say(f"   {key} is damaged ({op.damage})")
+        try:
+            sound = self.places.audit(op.place, partial=False).ok
+        except SpileError:
+            sound = False
+        if sound:
+            raise Violation(
+                f"verify: {op.place}: {key} is damaged ({op.damage}), and it says sound"
+            )
+        source, was = self._made_from.get(op.place, ("", None))
+        if source and self.world[source] != was:
+            source = ""
+        for attempt in (op, _plain(op)):
+            self.scheduler.random.seed(f"{op.seed} repair")
+            running = _Running(attempt, kill=attempt.kill)
+            command = functools.partial(self._mend, op.place, source)
+            with mock.patch.object(self, "_command", lambda _, command=command: command()):
+                self.scheduler.at(0.0, functools.partial(self._start, running))
+                self.scheduler.run(self.scheduler.now + _DAY)
+            self._say(f"   repair {op.place}: {running.outcome} {running.said}")
+            self.outcomes["repair", running.outcome] += 1
+            if running.outcome == "crashed":
+                raise Violation(f"crash: {op}: {running.said}") from running.result
+            if running.outcome != "killed":
+                break
+        if running.outcome == "ok":
+            # (Units that were made again are no longer those of a copy.)
+            self._copied_from = {
+                to: of for to, of in self._copied_from.items() if op.place not in (to, of)
+            }
+            self.places.has_changed(op.place)
+            self.world[op.place] = self.places.found(op.place)
+            if not _between(content, content, self.world[op.place]):
+                raise self._other(op.place, [(content, content)])
+            self.places.look_at(op.place, self.world[op.place])
+            return
+        held.restore(before)  # from a backup, as a user would
+        self.places.has_changed(op.place)
+        # (Rows of a shuffle come from everywhere; a limit on documents hides some of a corpus.)
+        same = source or op.place not in self._recut
+        if not content.shuffled and self._found_again(content) and same:
+            raise Violation(f"refused: repair of {key}: {running.said}")
+
+    def _mend(self, place: str, source: str) -> None:
+        """As `spile verify --repair` does."""
+        objects = self._open(HOST + place)
+        from_source = self._open(HOST + source) if source else None
+        stop: Any = self.scheduler.event()
+        repairing.repair(
+            objects, verify(objects), recipe=Recipe(), source=from_source, partial=False,
+            counters=Counters(), on_start=lambda *_: None, stop=stop,
+        )  # fmt: skip
+        report = verify(objects)
+        if not report.ok:
+            raise CorruptError(place, f"still has faults: {report.faults[:2]}")
+
+    # -- readers --------------------------------------------------------------------------------
+
+    def _iteration(self, place: str, tap: str, options: Mapping[str, Any]) -> Any:
+        return open_dataset(HOST + place).batches(tap, **options)
+
+    def _take(self, op: Op) -> None:
+        """Read some batches, remember the state, and what would follow."""
+        content = self.world[op.place]
+        if content is None or not content.readable[0]:
+            return
+        drawn = random.Random(op.seed)
+        tap = drawn.choice(sorted(content.readable[1])).name
+        options = {
+            "batch_size": drawn.choice((3, 8, 20)),
+            "shuffle": drawn.choice(("window", "full", None)),
+            "seed": drawn.randint(0, 3),
+            "window": 16,
+            "block": 4,
+        }
+        with self.places.look():
+            batches = self._iteration(op.place, tap, options)
+            for _ in range(drawn.randint(0, len(batches) - 1)):
+                next(batches)
+            state = json.dumps(batches.state_dict())
+            left = [_bytes_of(batch, tap) for batch in batches]
+        self._states.append(_State(content, op.place, state, options, tap, left))
+        self.outcomes["take", "ok"] += 1
+
+    def _resume(self, op: Op) -> None:
+        """Continue from a state, here or elsewhere: with exactly what was left, or not at all."""
+        content = self.world[op.place]
+        if content is None or not content.readable[0]:
+            return
+        for state in self._states[-6:]:
+            same = state.place == op.place and state.content.readable == content.readable
+            with self.places.look():
+                try:
+                    batches = self._iteration(op.place, state.tap, state.options)
+                    batches.load_state_dict(json.loads(state.told))
+                except SpileError as error:
+                    self.outcomes["resume", "refused"] += 1
+                    if same:
+                        raise Violation(f"state: {op.place} refuses its own: {error}") from error
+                    continue
+                left = [_bytes_of(batch, state.tap) for batch in batches]
+            self.outcomes["resume", "ok"] += 1
+            if left != state.left:
+                raise Violation(
+                    f"state: {op.place} accepts a state of {state.place} and continues with other "
+                    f"rows: it contains\n     {told(content)}\n  and the state is of\n"
+                    f"     {told(state.content)}"
+                )
+
+
+def _plain(op: Op) -> Op:
+    """The command alone."""
+    return replace(op, kill=None, rough=0.0, beside=None, delay=0.0, again=True)
+
+
+def _faults(rough: float) -> Faults:
+    return Faults(
+        refused=0.05 * rough, lost=0.02 * rough, late=0.01 * rough, twice=0.02 * rough,
+        echoed=0.02 * rough, latency=0.03,
+    )  # fmt: skip
+
+
+def _between(lo: Content | None, hi: Content | None, found: Content | None) -> bool:
+    """Whether a dataset is one state, another, or on the way from one to the other."""
+    lo, hi, found = (each and each.uncut for each in (lo, hi, found))
+    if found in (lo, hi):
+        return True
+    if hi is None or found is None:
+        return False
+    was = {each.taps: each.through for each in lo.added} if lo else {}
+    will = {each.taps: each.through for each in hi.added}
+    now = {each.taps: each.through for each in found.added}
+    if len(now) < len(found.added):
+        return False
+    first = len(lo.generations) if lo else 1
+    return (
+        (found.rules, found.taps, found.shuffled) == (hi.rules, hi.taps, hi.shuffled)
+        and first <= len(found.generations) <= len(hi.generations)
+        and found.generations == hi.generations[: len(found.generations)]
+        and (lo.through if lo else -1) <= found.through <= hi.through
+        and all(was.get(t, -1) <= n <= will.get(t, was.get(t, -1)) for t, n in now.items())
+        and all(taps in was or taps in will for taps in now)
+        and all(taps in now for taps in was if taps in will)
+    )
+
+
+def _bytes_of(batch: Mapping[str, Any], tap: str) -> bytes:
+    return batch["index"].tobytes() + np.asarray(batch[tap]).tobytes()
+
+
+@functools.cache
+def _given(op: Op, unit_tokens: int) -> dict[str, tuple[bytes, str]]:
+    """The objects of a dataset that nothing has disturbed."""
+    run = Run([op.place], unit_tokens)
+    with run.simulated():
+        run.execute(op)
+    return dict(run.places.buckets[op.place].objects)
+
+
+@functools.cache
+def _cached() -> tuple[tuple[Any, str, Any], ...]:
+    """What is the same for every command, as the models never change: it is read once."""
+    opened = functools.cache(resolve.open_checkpoint)
+    identities: dict[Any, dict[str, str]] = {}
+    identity = Checkpoint.identity
+
+    def identity_of(checkpoint: Checkpoint) -> dict[str, str]:
+        if checkpoint.directory not in identities:
+            identities[checkpoint.directory] = identity(checkpoint)
+        return dict(identities[checkpoint.directory])
+
+    return (
+        (resolve, "open_checkpoint", opened),
+        (passes, "open_checkpoint", opened),
+        (resolve, "TextTokenizer", functools.cache(resolve.TextTokenizer)),
+        (Checkpoint, "identity", identity_of),
+        (assembly, "use_threads", lambda asked: None),
+    )
