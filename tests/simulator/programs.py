@@ -10,8 +10,10 @@ A program that finds something prints itself; `shrunk` leaves out what it does n
 import contextlib
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from simulator.contents import CHANGES, ONTO, Content, Op, Refused, after
 from simulator.documents import (
@@ -32,6 +34,7 @@ PLACES = ("p0", "p1", "p2", "p3")
 FEWEST, MOST = 12, 14  # commands
 _OWN = ("resid_post.0", "mlp_out.0")  # taps of a dataset; others are added
 _MORE = ("resid_post.1", "mlp_out.1")
+_ALIKE = (("a", "b"), ("b", "a"), ("c", "d"), ("d", "c"))  # files with as many rows
 # How often each is tried.
 _KINDS = {
     "extract": 10, "more": 7, "add-corpus": 14, "add-taps": 13, "drop": 8, "copy": 16, "part": 8,
@@ -139,6 +142,7 @@ class _Drawing:
         self.taps = frozenset(map(TapRule, _OWN[: 1 + (chance() < 0.3)]))
         self.world: dict[str, Content | None] = dict.fromkeys(PLACES)
         self.grown = GROWS_FROM
+        self.planned: list[Callable[[], Op | None]] = []  # commands that belong together
         self.taken: set[str] = set()  # where readers have said where they are
         self.dirty: str | None = None  # where the last command was killed
 
@@ -182,10 +186,45 @@ class _Drawing:
             self.world[op.place] = after(op, self.world, self.grown)
 
     def _command(self) -> Op | None:
+        if not self.planned and self.random.random() < 0.1:
+            self.planned = self._plan()
+        if self.planned and self.random.random() < 0.7:
+            return self.planned.pop(0)()
         begun = self.dirty and self.random.random() < 0.6  # what is there is in the way
         kinds = _WHERE_BEGUN if begun else _KINDS
         (kind,) = self.random.choices([*kinds], [*kinds.values()])
         return self._of_kind(kind)
+
+    def _plan(self) -> list[Callable[[], Op | None]]:
+        """Commands that only together are of interest; others may come between them."""
+        choice = self.random.choice
+        there = [place for place in PLACES if self.world[place]]
+        empty = [place for place in PLACES if not self.world[place]]
+        if not there:
+            return []
+        place = choice(there)
+        other = choice(empty or [each for each in PLACES if each != place])
+        copy = partial(self._made, "copy", other, of=(place,))
+        names = choice(_ALIKE)
+        grow = [
+            partial(self._made, "add-corpus", each, source=name)
+            for each, name in zip((place, other), names, strict=True)
+        ]
+        taps = frozenset({TapRule(choice(_MORE))})
+        add = partial(self._made, "add-taps", place, taps=taps)
+        one, another = self.random.sample((place, other), 2)
+        return choice((
+            # Two copies that grow otherwise; a reader of one goes on with the other.
+            [copy, *grow, partial(self._made, "take", one), partial(self._made, "resume", another)],
+            # Taps that were dropped, after they were copied; and others in their place.
+            [add, copy, partial(self._made, "drop", place, taps=taps),
+             partial(self._of_kind, "add-taps", place), copy],
+            # A source that grows while, or after, it is copied; and the copy, too.
+            [copy, grow[0], copy, grow[1], partial(self._made, "copy", place, of=(other,))],
+        ))  # fmt: skip
+
+    def _made(self, kind: str, place: str, **told: Any) -> Op:
+        return Op(kind, place, seed=self.random.randint(0, 1 << 30), **told)
 
     def _of_kind(self, kind: str, place: str | None = None) -> Op | None:
         choice = self.random.choice
@@ -222,8 +261,7 @@ class _Drawing:
                 place = choice(grows) if grows else place
                 self.grown = (*self.grown, *files)
                 return Op(kind, place, files=files, most=most, seed=seed)
-            source = self._alike(place) or choice([*SOURCES, GROWS])
-            return Op(kind, place, source=source, most=most, seed=seed)
+            return Op(kind, place, source=choice([*SOURCES, GROWS]), most=most, seed=seed)
         if kind == "add-taps":
             names = self.random.sample(_MORE, choice((1, 1, 2)))
             store = choice(("float32", "float32", "bfloat16", "float16"))
@@ -243,18 +281,6 @@ class _Drawing:
             place = choice(taken) if taken and self.random.random() < 0.7 else place
             self.taken |= {place} if kind == "take" else set()
         return Op(kind, place, seed=seed)
-
-    def _alike(self, place: str) -> str | None:
-        """Files with as many rows as those by which a copy of a dataset has grown, but others."""
-        grown = [
-            content.generations[-1][0]
-            for other, content in self.world.items()
-            if other != place and self._related(place, other) and content and content.last
-        ]
-        if not grown or self.random.random() < 0.5:
-            return None
-        (name, *more) = dict.fromkeys(doc.file for doc in self.random.choice(grown))
-        return None if more else dict(zip("abcd", "badc", strict=True)).get(name)
 
     def _onto(
         self, kind: str, place: str | None, there: list[str], empty: list[str], seed: int
