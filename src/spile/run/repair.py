@@ -16,7 +16,7 @@ from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError
 from spile.dataset import format as fmt
 from spile.dataset.maintain.compact import COMPACTED, recopy
-from spile.dataset.maintain.repair import Repair, Repaired, set_pass_aside
+from spile.dataset.maintain.repair import Repair, Repaired, drop_damaged
 from spile.dataset.maintain.verify import Report
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import Pass
@@ -69,7 +69,7 @@ def repair(
     for name, found in report.passes.items():
         damaged = Pass(Ledger(objects), name)
         if not found.ok and not damaged.is_readable:
-            repaired.passes[name] = set_pass_aside(damaged)
+            repaired.passes[name] = drop_damaged(damaged)
         elif not found.ok:
             repaired.passes[name] = repaired_as(Repair(found, damaged.ledger))
     return repaired

@@ -353,13 +353,14 @@ class Repair:
         return False
 
 
-def set_pass_aside(damaged: Pass) -> Repaired:
-    """Move the damaged record of a pass aside. Adding its taps again keeps the units it has."""
+def drop_damaged(damaged: Pass) -> Repaired:
+    """Drop a pass whose own record is damaged: nobody knows by which recipe its rows were made."""
     damaged.objects.move(fmt.PASS, f"{fmt.DAMAGED}{secrets.token_hex(6)}/{fmt.PASS}")
+    damaged.drop()
     _log.warning(
-        "%s was damaged, and is set aside: the same --add-taps makes it again and keeps its units; "
-        "`spile drop --taps %s` removes them", damaged.prefix + fmt.PASS, damaged.name
-    )  # fmt: skip
+        "%s was damaged, so its taps are dropped: add them again by --add-taps",
+        damaged.prefix + fmt.PASS,
+    )
     return Repaired(records=[fmt.PASS])
 
 

@@ -208,8 +208,8 @@ def readable_passes(dataset: Ledger, base: Table) -> list[tuple[Pass, Table]]:
             table = each.table_over(base)
         except CorruptError as error:
             _log.warning(
-                "%s: %s; its taps cannot be read: `spile verify --repair` sets the record aside, "
-                "and `spile drop --taps %s` removes them", dataset.url, error, each.name
+                "%s: %s; its taps cannot be read: `spile verify --repair`, "
+                "or `spile drop --taps %s`, drops them", dataset.url, error, each.name
             )  # fmt: skip
             continue
         found += [(each, table)] if table else []  # (None: it was dropped just now, and removed)
