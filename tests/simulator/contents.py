@@ -389,7 +389,10 @@ def found_in(reader: PageReader | None, grows: Path) -> Content | None:
         return None
     table, recipe = reader.table, reader.table["recipe"]
     newest = reader.generations[-1] if reader.generations else None
-    sources = newest["sources"] if newest else table.get("sources", [recipe["corpus_source"]])
+    sources = table.get("sources", [recipe["corpus_source"]])
+    for more in reader.generations:
+        first, *added = more["sources"]
+        sources = [first, *sources[1:], *(each for each in added if each not in sources)]
     bounds = [0, *reader.counts]
     units = tuple(
         tuple(Doc(doc.ordinal, file_of()[doc.file], doc.place) for doc in row.documents)
@@ -398,7 +401,7 @@ def found_in(reader: PageReader | None, grows: Path) -> Content | None:
     whole = [number for number in range(len(reader.counts)) if reader.has_manifest(number)]
     if not whole and len(reader.done(range(reader.counts[0]))) == reader.counts[0]:
         whole = [0]
-    added = [
+    passes = [
         Added(
             _taps_of(each),
             max((n for n in range(len(reader.counts)) if each.has_manifest(n)), default=-1),
@@ -413,7 +416,7 @@ def found_in(reader: PageReader | None, grows: Path) -> Content | None:
         files=tuple(file_of()[identity] for identity in reader.files),
         generations=tuple(units[a:b] for a, b in zip(bounds, bounds[1:], strict=False)),
         through=max(whole, default=-1),
-        added=frozenset(added),
+        added=frozenset(passes),
         most=newest["max_docs"] if newest else recipe["max_docs"],
         shuffled="shuffled" in table,
         made="made_of" in table,

@@ -105,6 +105,7 @@ class Run:
         self._copied_from: dict[str, str] = {}
         self._recut: set[str] = set()  # places whose units do not follow from their corpus
         self._states: list[_State] = []
+        self._runs: Counter[str] = Counter()
         self._processes: dict[Process, _Running] = {}
 
     @contextmanager
@@ -179,21 +180,25 @@ class Run:
             self._undone[op.place].discard(str(_plain(op)))
             if before is not None:
                 self._same_as(op, before)
-        elif must:
-            raise Violation(f"refused: repeated, {_plain(op)}: {ran.said}")
+        elif must and before is not None:
+            self._same_as(op, before, ran.said)  # (what is dropped cannot be dropped again)
 
-    def _same_as(self, op: Op, before: Mapping[str, Content | None]) -> None:
-        """A command that was killed and repeated has done what it does."""
+    def _same_as(self, op: Op, before: Mapping[str, Content | None], said: str = "") -> None:
+        """Expect that a command which was killed, and then repeated, has done what it does."""
         try:
             wanted = after(op, before, tuple(self._grown))
         except Refused as why:
             raise Violation(f"model: {_plain(op)} succeeded, though {why}") from None
         if not _between(wanted, wanted, self.world[op.place]):
-            raise self._other(op.place, [(wanted, wanted)])
+            raise (
+                Violation(f"refused: repeated, {_plain(op)}: {said}")
+                if said
+                else self._other(op.place, [(wanted, wanted)])
+            )
 
     def _together(self, first: Op, ops: Sequence[Op]) -> list[_Running]:
         """Run commands at once, until nothing is left to happen."""
-        self.scheduler.random.seed(f"{first.seed} {first.kind}")
+        self._draw_anew(first)
         running = [_Running(op, kill=op.kill) for op in ops]
         for each in running:
             delay = each.op.delay if len(ops) > 1 else 0.0
@@ -208,6 +213,12 @@ class Run:
                 raise Violation(f"crash: {each.op}: {each.said}") from each.result
         self._processes.clear()
         return running
+
+    def _draw_anew(self, op: Op) -> None:
+        """Let chance depend on the command and on how often it has run, not on those before it."""
+        told = f"{op.seed} {op.kind} {op.place} {op.source}"
+        self._runs[told] += 1
+        self.scheduler.random.seed(f"{told} {self._runs[told]}")
 
     def _start(self, running: _Running) -> None:
         def life() -> None:
@@ -362,6 +373,8 @@ class Run:
     ) -> list[tuple[dict[str, Content | None], dict[str, Content | None]]]:
         """What commands may have made, one after the other in any order: the least, the most."""
         orders = [ran, ran[::-1]] if len(ran) > 1 else [ran]
+        if len({str(_plain(each.op)) for each in ran}) < len(ran):
+            orders += [ran[:1], ran[1:]]  # of one command twice, each may have done all of it
         found = list[Any]()
         for order in orders:
             spans = [(dict(before), dict(before))]
@@ -405,7 +418,9 @@ class Run:
         parts = [part for place in op.of if (part := before[place])]
         if op.kind == "copy" and now is not None:
             return self._copied_from.get(op.place) == op.of[0] and now.added <= parts[0].added
-        if op.kind == "merge" and len({part.taps for part in parts}) > 1:
+        if op.kind == "merge" and {(part.taps, part.most) for part in parts} != {
+            (parts[0].taps, None)
+        }:
             return False
         if op.kind == "like" and (
             op.of[0] in self._recut or parts[0].made or not self._found_again(parts[0])
@@ -476,7 +491,7 @@ class Run:
         if source and self.world[source] != was:
             source = ""
         for attempt in (op, _plain(op)):
-            self.scheduler.random.seed(f"{op.seed} repair")
+            self._draw_anew(op)
             running = _Running(attempt, kill=attempt.kill)
             command = functools.partial(self._mend, op.place, source)
             with mock.patch.object(self, "_command", lambda _, command=command: command()):
@@ -495,8 +510,13 @@ class Run:
             }
             self.places.has_changed(op.place)
             self.world[op.place] = self.places.found(op.place)
-            if not _between(content, content, self.world[op.place]):
-                raise self._other(op.place, [(content, content)])
+            # (It also makes units that a pass lacks.)
+            whole = {replace(a, through=max(a.through, content.last)) for a in content.added}
+            mended = replace(content, added=frozenset(whole))
+            # (Taps whose own record is damaged are dropped: their recipe is unknown.)
+            least = replace(content, added=frozenset()) if op.damage == "pass cut" else content
+            if not _between(least, mended, self.world[op.place]):
+                raise self._other(op.place, [(least, mended)])
             self.places.look_at(op.place, self.world[op.place])
             return
         held.restore(before)  # from a backup, as a user would

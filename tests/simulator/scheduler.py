@@ -10,9 +10,11 @@ Each step costs a heap operation, whatever the number of tasks.
 
 import heapq
 import random
+import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from queue import Empty, Full
 from typing import Any
@@ -129,13 +131,14 @@ class Scheduler(System):
     def close(self) -> None:
         """Unwind what was killed or never ended; nothing it does then has any effect."""
         self.over = True
-        for task in list(self.unended):
-            for _ in range(100):
-                if task.greenlet.dead or not task.greenlet:
-                    break
-                self.task = task
-                task.greenlet.throw(GreenletExit)
-            self.unended.pop(task, None)
+        with _unraised():
+            for task in list(self.unended):
+                for _ in range(100):
+                    if task.greenlet.dead or not task.greenlet:
+                        break
+                    self.task = task
+                    task.greenlet.throw(GreenletExit)
+                self.unended.pop(task, None)
 
     # -- waiting -----------------------------------------------------------------------------
 
@@ -214,6 +217,22 @@ class Scheduler(System):
 
     def pool(self, threads: int, name: str = "") -> Any:
         return _Pool(self, threads)
+
+
+@contextmanager
+def _unraised() -> Generator[None, None, None]:
+    """Let a greenlet end where nothing can be raised: in a generator that nobody holds any more."""
+    hook = sys.unraisablehook
+
+    def ended(told: Any) -> None:
+        if told.exc_type is not GreenletExit:
+            hook(told)
+
+    sys.unraisablehook = ended
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
 
 
 class _Event:
