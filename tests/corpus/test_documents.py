@@ -201,9 +201,10 @@ def documents(ordinals: list[int], texts: list[str], *others: CorpusDocument) ->
     return Documents([*(CorpusDocument(text, ordinal=n) for n, text in pairs), *others])
 
 
-def test_the_digest_of_documents_changes_with_text_and_ordinal() -> None:
+def test_the_digest_of_documents_is_that_of_their_texts() -> None:
     base = documents([0, 1], ["ab", "c"])
-    others = [([0, 1], ["a", "bc"]), ([0, 2], ["ab", "c"]), ([0], ["ab"])]
-    assert len({base.digest(), *(documents(*other).digest() for other in others)}) == 4
+    others = [([0, 1], ["a", "bc"]), ([0], ["ab"])]
+    assert len({base.digest(), *(documents(*other).digest() for other in others)}) == 3
+    assert documents([0, 2], ["ab", "c"]).digest() == base.digest()  # a merge moves ordinals
     empty = CorpusDocument(skipped="empty", ordinal=2)
     assert documents([0, 1], ["ab", "c"], empty).digest() == base.digest()

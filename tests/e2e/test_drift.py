@@ -301,7 +301,7 @@ def test_an_added_file_is_refused_and_a_renamed_one_recognised(model: Path, tmp_
     tiny.write_corpus(folder / "b.jsonl", 20)
     work, out = Work(model, folder, BASE), tmp_path / "out"
     work.extract(out)
-    write_corpus(folder / "c.jsonl")
+    tiny.write_corpus(folder / "c.jsonl", 3, seed=9)
     refused(work, out, "corpus", "2 file", "3 file")
     (folder / "a.jsonl").rename(folder / "c.jsonl")
     before = files(out)

@@ -23,7 +23,7 @@ from spile.dataset.maintain.replica import replicate
 from spile.dataset.maintain.shuffle import shuffle
 from spile.dataset.maintain.verify import verify
 from spile.dataset.records.ledger import Ledger
-from spile.dataset.records.manifest import Sums
+from spile.dataset.records.manifest import ManifestSums
 from spile.objects import LocalObjects
 from spile.status.status import read_status
 from support import stored
@@ -319,7 +319,7 @@ def test_each_record_is_read_once_however_many_generations_name_it(
     assert {*objects.reads.values()} == {1} and len(objects.reads) == len(UNITS)
     # A segment of an earlier generation that does not follow is found by all that name it.
     key = table.at(4).layout.segment_key(1)
-    sums, data = Sums(), objects.get(key)
+    sums, data = ManifestSums(), objects.get(key)
     wrong = dataset.table.at(3).layout.segment_key(1)
     objects.replace(key, objects.get(wrong))
     assert ledger.derived.unfounded(table, must_be_done) == {fmt.manifest_key(4)}

@@ -32,7 +32,7 @@ from spile.dataset.maintain.signature import (
 )
 from spile.dataset.records.heartbeat import warn_unreadable
 from spile.dataset.records.ledger import Ledger
-from spile.dataset.records.manifest import Manifest, Sums, named_by, named_files
+from spile.dataset.records.manifest import Manifest, ManifestSums, named_by, named_files
 from spile.dataset.records.passes import Pass, live_passes, pass_names, readable_passes
 from spile.dataset.records.prediction import Prediction
 from spile.dataset.records.segments import derive_segment, describes, read_statistics
@@ -396,7 +396,7 @@ def _check_records(ledger: Ledger, table: Table, report: Report, partial: bool) 
     present: set[str] = set()
     named = named_files(table)
     derived = {fmt.manifest_key(number): number for number in range(len(table.generations) + 1)}
-    kinds, sums = {**_RECORDS, **dict.fromkeys(derived, "manifest")}, Sums()
+    kinds, sums = {**_RECORDS, **dict.fromkeys(derived, "manifest")}, ManifestSums()
     for key in sorted(_others(ledger, table, report)):
         kind = "worker" if fmt.parse_worker_key(key) else kinds.get(key)
         if kind is None:
@@ -520,7 +520,9 @@ def _check_beside(kind: str, body: dict[str, Any], table: Table, report: Report)
         report.faults.append(str(error))
 
 
-def _check_manifest(ledger: Ledger, table: Table, report: Report, before: Sums) -> Manifest | None:
+def _check_manifest(
+    ledger: Ledger, table: Table, report: Report, before: ManifestSums
+) -> Manifest | None:
     """Check that the manifest follows from the done records, and from segments that do.
 
     Args:

@@ -27,7 +27,7 @@ from spile.dataset.codec.quantization import scales_from_json, scales_to_json
 from spile.dataset.format import CURRENT, Done, KeyLayout
 from spile.dataset.records import generations
 from spile.dataset.records import table as tables
-from spile.dataset.records.manifest import Derived, Sums
+from spile.dataset.records.manifest import Derived, ManifestSums
 from spile.dataset.records.segments import (
     Catalog,
     Segment,
@@ -487,7 +487,7 @@ class Ledger:
             if exists(self.objects, earlier.layout.manifest_key):
                 break
             missing.append(earlier)
-        before = Sums()
+        before = ManifestSums()
         while missing:
             earlier = missing.pop()
             there = self.sealed_groups(earlier.layout)
@@ -496,7 +496,7 @@ class Ledger:
                     self.seal(earlier, group)
             self._create_manifest(earlier, before)
 
-    def _create_manifest(self, table: Table, before: Sums | None = None) -> None:
+    def _create_manifest(self, table: Table, before: ManifestSums | None = None) -> None:
         """Create the manifest of a table whose groups all have their segments."""
         manifest = table.layout.manifest_key
         settle(self.objects, table.layout.segment_key(0), manifest)

@@ -49,7 +49,7 @@ class Manifest:
 
 
 @dataclass
-class Sums:
+class ManifestSums:
     """What a manifest says of the first segments of a table."""
 
     files: list[SegmentFile] = field(default_factory=list[SegmentFile])
@@ -63,10 +63,10 @@ class Sums:
         self.rows.append(segment.rows.copy())  # (a view would hold the whole segment)
         merge_statistics(self.statistics, statistics_in(segment.columns, taps))
 
-    def copied(self) -> "Sums":
+    def copied(self) -> "ManifestSums":
         total = replace(self.total, skipped={**self.total.skipped})
         statistics = {tap: replace(stats) for tap, stats in self.statistics.items()}
-        return Sums([*self.files], total, [*self.rows], statistics)
+        return ManifestSums([*self.files], total, [*self.rows], statistics)
 
 
 class Derived:
@@ -115,7 +115,7 @@ class Derived:
         return rows
 
     def derive(
-        self, table: Table, before: Sums | None = None
+        self, table: Table, before: ManifestSums | None = None
     ) -> tuple[dict[str, Any], ColumnFile, bytes]:
         """Derive the manifest from all segments: its body, and the file of columns that it names.
 
@@ -129,7 +129,7 @@ class Derived:
         layout = table.layout
         keys = [layout.segment_key(group) for group in range(layout.groups(len(table.units)))]
         known = [each.file.key for each in before.files] if before else []
-        sums = before if before and known == keys[:-1][: len(known)] else Sums()
+        sums = before if before and known == keys[:-1][: len(known)] else ManifestSums()
 
         def read(key: str) -> tuple[SegmentFile, Segment]:
             return sealed_segment(self._objects, key, layout)
@@ -152,7 +152,7 @@ class Derived:
         }
         return body, file, data
 
-    def manifest_follows(self, table: Table, before: Sums | None = None) -> bool:
+    def manifest_follows(self, table: Table, before: ManifestSums | None = None) -> bool:
         """Return whether the manifest follows from the segments; `before` as in `derive`."""
         stored = fmt.read_record(self._objects, table.layout.manifest_key, "manifest")
         return stored == self.derive(table, before)[0]
@@ -177,7 +177,7 @@ class Derived:
                 had = len(each.layout.units_of(group, len(each.units)))
                 key = each.layout.segment_key(group)
                 wrong |= set[str]() if self._describes(key, records[:had]) else {key}
-        before = Sums()
+        before = ManifestSums()
         return {
             each.layout.manifest_key
             for each in map(table.at, whole)
@@ -193,7 +193,7 @@ class Derived:
         except CorruptError:
             return False
 
-    def _is_founded(self, table: Table, wrong: Collection[str], before: Sums) -> bool:
+    def _is_founded(self, table: Table, wrong: Collection[str], before: ManifestSums) -> bool:
         """Return whether a manifest follows from segments, none of which is wrong."""
         try:
             manifest = self.read_manifest(table.layout)

@@ -274,6 +274,8 @@ def table_records(table: Table) -> dict[str, str]:
 def _audit(table: Table) -> None:
     if not all(isinstance(part, dict) for part in table.files):
         raise ValueError("a file is not an object")
+    if not all(fmt.is_name(part["identity"]) for part in table.files):
+        raise ValueError("a file has no identity")
     if not all(
         map(fmt.is_name, (table.fingerprint, *table.taps, *table.tokenizer, *table.sources))
     ):
