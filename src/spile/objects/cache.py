@@ -1,13 +1,16 @@
 """A least-recently-used cache of ranges of another store's objects, on a local disk.
 
-Only ranges are cached. They belong to shards, which never change under their keys. Records are read
-whole, and requested each time. Several processes may share a folder.
+Only ranges are cached, of files whose digest a record names: a piece belongs to that digest, not to
+the key, under which a later dataset at the same URL may have another file. Records are read whole,
+and requested each time. Several processes may share a folder.
 """
 
 import contextlib
 import os
 import secrets
 import threading
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,23 +22,33 @@ from spile.objects.protocol import Objects
 _PIECE = 1 << 20
 _DIGEST = 8  # bytes after each piece: after a power loss a piece may be incomplete
 _SUFFIX = ".piece"
+_KNOWN = 1 << 16  # digests kept by key: finding one may decode the record of a unit
 
 
-def cached(objects: Objects, folder: Path, most: int) -> Objects:
-    """Return the same objects, with at most `most` bytes of them cached in a folder."""
+def cached(
+    objects: Objects, folder: Path, most: int, digest_of: Callable[[str], str | None]
+) -> Objects:
+    """Return the same objects, with at most `most` bytes of them cached in a folder.
+
+    Args:
+        digest_of: returns the digest of a file by its key; None for an object whose content is not
+            known, which is not cached.
+    """
     if objects.local_path("any") is not None:
         raise ConfigError(f"{objects.url} is on a local disk; a cache is for buckets")
     if most < _PIECE:
         raise ConfigError(f"a cache of {most} bytes is too small; give at least 1MiB")
-    return cast(Objects, CachedObjects(objects, folder, most))
+    return cast(Objects, CachedObjects(objects, folder, most, digest_of))
 
 
 class CachedObjects:
     """A store with cached ranges; everything else is passed on to the store."""
 
-    def __init__(self, objects: Objects, folder: Path, most: int) -> None:
+    def __init__(
+        self, objects: Objects, folder: Path, most: int, digest_of: Callable[[str], str | None]
+    ) -> None:
         self.folder, self.most = folder, most
-        self._objects = objects
+        self._objects, self._digest_of = objects, lru_cache(_KNOWN)(digest_of)
         self._own = folder / xxhash.xxh3_64_hexdigest(objects.url.encode())
         self._lock = threading.Lock()
         self._held: int | None = None  # bytes, approximately: other processes also write
@@ -44,10 +57,11 @@ class CachedObjects:
         return getattr(self._objects, name)
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
-        if stop <= start:
+        digest = self._digest_of(key) if start < stop else None
+        if digest is None:
             return bytes(self._objects.get_range(key, start, stop))
         first, last = start // _PIECE, -(-stop // _PIECE)
-        pieces = {number: self._find(key, number) for number in range(first, last)}
+        pieces = {number: self._find(digest, number) for number in range(first, last)}
         missing = [number for number, piece in pieces.items() if piece is None]
         while missing:  # adjacent pieces in one request
             count = 1
@@ -58,17 +72,16 @@ class CachedObjects:
             for number in missing[:count]:
                 at = number * _PIECE - begin
                 pieces[number] = data[at : at + _PIECE]
-                self._keep(key, number, data[at : at + _PIECE])
+                self._keep(digest, number, data[at : at + _PIECE])
             missing = missing[count:]
         found = b"".join(piece or b"" for piece in pieces.values())
         return found[start - first * _PIECE : stop - first * _PIECE]
 
-    def _path(self, key: str, number: int) -> Path:
-        name = xxhash.xxh3_128_hexdigest(key.encode())
-        return self._own / name[:2] / f"{name[2:]}-{number}{_SUFFIX}"
+    def _path(self, digest: str, number: int) -> Path:
+        return self._own / digest[:2] / f"{digest[2:]}-{number}{_SUFFIX}"
 
-    def _find(self, key: str, number: int) -> bytes | None:
-        path = self._path(key, number)
+    def _find(self, digest: str, number: int) -> bytes | None:
+        path = self._path(digest, number)
         try:
             stored = path.read_bytes()
             os.utime(path)  # mark as used
@@ -77,8 +90,8 @@ class CachedObjects:
         piece = stored[:-_DIGEST]
         return piece if xxhash.xxh3_64_digest(piece) == stored[-_DIGEST:] else None
 
-    def _keep(self, key: str, number: int, piece: bytes) -> None:
-        path = self._path(key, number)
+    def _keep(self, digest: str, number: int, piece: bytes) -> None:
+        path = self._path(digest, number)
         temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ from spile.dataset.read.window import View
 from spile.dataset.records.segments import Catalog, Totals
 from spile.dataset.records.table import Table, read_tokenizer
 from spile.objects import Objects, open_objects
-from spile.objects.cache import CachedObjects, cached
+from spile.objects.cache import cached
 from spile.objects.rooted import RootedObjects
 
 if TYPE_CHECKING:
@@ -118,18 +118,20 @@ class Dataset:
         verify: bool = False,
         tokenizer: str | None = None,
         only: Sequence[str] | None = None,
+        cache: tuple[Path, int] | None = None,
     ) -> None:
         """Args:
         parts: the dataset itself, then its passes, all with the same units.
         verify: whether to check each file when it is first read.
         tokenizer: the directory or URL of a tokenizer to use instead of the model's.
         only: the taps to show; by default all.
+        cache: the folder that keeps what was read from a bucket, and its largest size.
         """
         self._parts, self._tokenizer, self._only = tuple(parts), tokenizer, only
-        self._unchecked, self._verify = objects, verify
-        self._objects = objects
+        self._store, self._verify, self._cache = objects, verify, cache
+        self._objects = cached(objects, *cache, self._digest_of) if cache else objects
         if verify:
-            self._objects = cast(Objects, CheckedObjects(objects, self._file_of))
+            self._objects = cast(Objects, CheckedObjects(self._objects, self._file_of))
         first, *passes = parts
         self._part_of = _taps_of(parts, only)
         taps = {tap: part.table.taps[tap] for tap, part in self._part_of.items()}
@@ -142,10 +144,8 @@ class Dataset:
 
     def __reduce__(self) -> Any:
         """Pickle the dataset so that another process opens the same units, not newer ones."""
-        kept = self._unchecked
-        cache = (kept.folder, kept.most) if isinstance(kept, CachedObjects) else None
         parts = [part.pickled() for part in self._parts]
-        return _again, (self.url, cache, parts, self._verify, self._tokenizer, self._only)
+        return _again, (self.url, parts, self._verify, self._tokenizer, self._only, self._cache)
 
     def _file_of(self, key: str) -> Shard | None:
         """Return the record of a unit's file."""
@@ -157,11 +157,15 @@ class Dataset:
         found = next((file for file in files if file.key == inside), None)
         return None if found is None else replace(found, key=key)
 
+    def _digest_of(self, key: str) -> str | None:
+        file = self._file_of(key)
+        return None if file is None else file.digest
+
     def verified(self) -> "Dataset":
         """Return the same dataset, with each of its files checked when it is first read."""
         if self._verify:
             return self
-        return Dataset(self._unchecked, self._parts, True, self._tokenizer, self._only)
+        return Dataset(self._store, self._parts, True, self._tokenizer, self._only, self._cache)
 
     @property
     def taps(self) -> list[str]:
@@ -359,7 +363,7 @@ class Dataset:
         """
         if self._tokenizer:
             return {}
-        return read_tokenizer(self._unchecked, self._table)
+        return read_tokenizer(self._store, self._table)
 
     def tokens(self, doc: int) -> list[str]:
         """Return the text of each stored token of a document, one per row of `document(doc)`."""
@@ -637,14 +641,6 @@ def _rooted(objects: Objects, prefix: str) -> Objects:
     return RootedObjects(objects, prefix) if prefix else objects
 
 
-def open_store(url: str, cache: tuple[Path, int] | None) -> Objects:
-    """Open a store; `cache`: the folder that keeps what was read, and its largest size."""
+def _again(url: str, parts: Sequence[tuple[Any, ...]], *options: Any) -> Dataset:
     objects = open_objects(url)
-    return cached(objects, *cache) if cache else objects
-
-
-def _again(
-    url: str, cache: tuple[Path, int] | None, parts: Sequence[tuple[Any, ...]], *options: Any
-) -> Dataset:
-    objects = open_store(url, cache)
     return Dataset(objects, [TapGroup.unpickled(objects, *part) for part in parts], *options)

@@ -12,12 +12,12 @@ import numpy as np
 from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.options import parse_count
 from spile.dataset import format as fmt
-from spile.dataset.read.dataset import Dataset, TapGroup, open_store
+from spile.dataset.read.dataset import Dataset, TapGroup
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.manifest import Manifest
 from spile.dataset.records.passes import Pass, named, readable_passes
 from spile.dataset.records.table import Table
-from spile.objects import Objects
+from spile.objects import Objects, open_objects
 
 
 def open_dataset(
@@ -60,11 +60,11 @@ def open_dataset(
         except ValueError:
             raise ConfigError(f"cache_bytes is a size such as 10GiB, not {cache_bytes!r}") from None
         kept = Path(cache), most
-    objects = open_store(str(url), kept)
+    objects = open_objects(str(url))
     ledger = Ledger(objects)
     newest = ledger.table()
     parts = _parts(ledger, newest, partial, taps)
-    return Dataset(objects, _common(parts), verify, tokenizer, taps)
+    return Dataset(objects, _common(parts), verify, tokenizer, taps, kept)
 
 
 def finished_taps(objects: Objects) -> list[str]:
