@@ -380,6 +380,30 @@ def _like(op: Op, parts: list[Content]) -> Content:
     )
 
 
+def between(lo: Content | None, hi: Content | None, found: Content | None) -> bool:
+    """Whether a dataset is one state, another, or on the way from one to the other."""
+    lo, hi, found = (each and each.uncut for each in (lo, hi, found))
+    if found in (lo, hi):
+        return True
+    if hi is None or found is None:
+        return False
+    was = {each.taps: each.through for each in lo.added} if lo else {}
+    will = {each.taps: each.through for each in hi.added}
+    now = {each.taps: each.through for each in found.added}
+    if len(now) < len(found.added):
+        return False
+    first = len(lo.generations) if lo else 1
+    return (
+        (found.rules, found.taps, found.shuffled) == (hi.rules, hi.taps, hi.shuffled)
+        and first <= len(found.generations) <= len(hi.generations)
+        and found.generations == hi.generations[: len(found.generations)]
+        and (lo.through if lo else -1) <= found.through <= hi.through
+        and all(was.get(t, -1) <= n <= will.get(t, was.get(t, -1)) for t, n in now.items())
+        and all(taps in was or taps in will for taps in now)
+        and all(taps in now for taps in was if taps in will)
+    )
+
+
 # -- what is found ---------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from simulator import documents
 from simulator.contents import Content, found_in
-from simulator.documents import Doc, TapRule
+from simulator.documents import Doc, Rules, TapRule
 from simulator.store import Bucket
 from spile.core.errors import SpileError
 from spile.core.index import INDEX_DTYPE
@@ -36,6 +36,7 @@ _DAMAGED: Mapping[str, Callable[[str], bool]] = {
 }
 _true: set[Any] = set()  # units that were compared with the corpus, by the digests of their files
 
+Same = Callable[[np.ndarray, tuple[Doc, ...], Rules, TapRule], bool]
 Read = tuple[np.ndarray, dict[TapRule, np.ndarray]]
 
 
@@ -135,9 +136,9 @@ class Places:
         if reader is None or content is None:
             return
         try:
-            self._check(place, reader, content)
-        except Invalid as error:
-            raise self._wrong(place, f"truth: {place}: {error}") from error
+            check(place, reader, content)
+        except Violation as error:
+            raise self._wrong(place, str(error)) from error
         self.note_shown(place)
         opened = -1 if reader.opened is None else reader.opened
         if opened != content.opened and not (opened == -1 and content.opened == 0):
@@ -152,65 +153,6 @@ class Places:
                 return
         if not reads(found, content) or (reader.units and not _same_order(reader, found[0])):
             raise Violation(f"open: {place} reads otherwise than {told(content)}")
-
-    def _check(self, place: str, reader: PageReader, content: Content) -> None:
-        """Every row is that of the document, the tap and the recipe that are named for it."""
-        places = Counter((doc.file, doc.place) for doc in content.docs())
-        double = [f"{file}{at}" for (file, at), count in places.items() if count > 1]
-        if double or len({*content.files}) < len(content.files):
-            raise self._wrong(
-                place,
-                f"twice: {place} has {len(content.docs())} documents, {len(places)} different: "
-                f"{' '.join(double[:5])} of files {' '.join(content.files)}",
-            )
-        readable = [each for each in reader.live if each.has_manifest(content.opened)]
-        names = [tap for each in (reader, *readable) for tap in each.table["taps"]]
-        if len({*names}) < len(names):
-            taps = ", ".join(sorted(tap for tap, n in Counter(names).items() if n > 1))
-            raise self._wrong(place, f"taps: {place} has {taps} twice")
-        units = content.units
-        for part in (reader, *reader.live):
-            compute = part.table["recipe"]["compute_dtype"]
-            rules = {n: TapRule(n, t["dtype"], compute) for n, t in part.table["taps"].items()}
-            done = part.done(range(len(units)))
-            if content.shuffled:
-                self._check_rows(part, [*done.values()], content, content.docs(), rules, len(units))
-                continue
-            for unit, record in done.items():
-                self._check_rows(part, [record], content, units[unit], rules)
-
-    def _check_rows(
-        self, part: PageReader, records: Sequence[Mapping[str, Any]], content: Content,
-        docs: tuple[Any, ...], rules: Mapping[str, TapRule], whole: int = 1,
-    ) -> None:  # fmt: skip
-        """The rows of some units are those of some documents."""
-        if len(records) < whole:  # of a shuffle, which says nothing of its parts
-            return
-        files = [file["digest"] for record in records for file in record["shards"]]
-        files += [record["index"]["digest"] for record in records]
-        known = (tuple(files), content.rules, docs, tuple(sorted(rules.values())))
-        for record in records:  # (files that are known may have been damaged)
-            for file in (record["index"], record["documents_table"], *record["shards"]):
-                part.data(file)
-        if known in _true:
-            return
-        where = f"{part.prefix}unit {records[0]['unit']}"
-        columns = [part.unit_index(record) for record in records]
-        index = np.empty(sum(len(each["doc"]) for each in columns), INDEX_DTYPE)
-        for name in index.dtype.names or ():
-            index[name] = np.concatenate([each[name] for each in columns])
-        order = np.lexsort((index["offset"], index["doc"]))
-        if index[order].tobytes() != documents.index_of(docs, content.rules.where).tobytes():
-            raise Invalid(f"{where}: its index is not that of its documents {_short(docs)}")
-        for name, rule in rules.items():
-            rows = np.concatenate([part.unit_values(record, name) for record in records])
-            wanted = documents.rows_of(docs, content.rules, rule)
-            if not np.array_equal(rows[order].astype(np.float32), wanted):
-                raise Invalid(f"{where}: rows of {name} are not those of {_short(docs)}")
-        named = [doc for record in records for doc in part.unit_documents(record, "doc")]
-        if sorted(named) != sorted(doc.ordinal for doc in docs):
-            raise Invalid(f"{where}: its documents file names others")
-        _true.add(known)
 
     def audit(self, place: str, *, partial: bool) -> Report:
         """What `spile verify` says."""
@@ -248,6 +190,78 @@ class Places:
         elif how == "cut":
             held.put(key, data[: len(data) // 2], create=True)
         return key
+
+
+def _exactly(found: np.ndarray, docs: tuple[Doc, ...], rules: Rules, tap: TapRule) -> bool:
+    """Whether rows are those that the stand-in for a model makes."""
+    return np.array_equal(found.astype(np.float32), documents.rows_of(docs, rules, tap))
+
+
+def check(place: str, reader: PageReader, content: Content, same: Same = _exactly) -> None:
+    """Compare every row with the document, the tap and the recipe that are named for it.
+
+    Args:
+        same: whether rows, by document and in reading order, are those of some documents.
+
+    Raises:
+        Violation: if any is another's, or a document or a tap is there twice.
+    """
+    places = Counter((doc.file, doc.place) for doc in content.docs())
+    double = [f"{file}{at}" for (file, at), count in places.items() if count > 1]
+    if double or len({*content.files}) < len(content.files):
+        raise Violation(
+            f"twice: {place} has {len(content.docs())} documents, {len(places)} different: "
+            f"{' '.join(double[:5])} of files {' '.join(content.files)}"
+        )
+    readable = [each for each in reader.live if each.has_manifest(content.opened)]
+    names = [tap for each in (reader, *readable) for tap in each.table["taps"]]
+    if len({*names}) < len(names):
+        taps = ", ".join(sorted(tap for tap, n in Counter(names).items() if n > 1))
+        raise Violation(f"taps: {place} has {taps} twice")
+    units = content.units
+    try:
+        for part in (reader, *reader.live):
+            done = part.done(range(len(units)))
+            if not content.shuffled:
+                for unit, record in done.items():
+                    _check_rows(part, [record], content, units[unit], same)
+            elif len(done) == len(units):  # (a part of a shuffle says nothing of its documents)
+                _check_rows(part, [*done.values()], content, content.docs(), same)
+    except Invalid as error:
+        raise Violation(f"truth: {place}: {error}") from error
+
+
+def _check_rows(
+    part: PageReader, records: Sequence[Mapping[str, Any]], content: Content,
+    docs: tuple[Doc, ...], same: Same,
+) -> None:  # fmt: skip
+    """Check that the rows of some units are those of some documents."""
+    compute = part.table["recipe"]["compute_dtype"]
+    rules = {n: TapRule(n, t["dtype"], compute) for n, t in part.table["taps"].items()}
+    files = [file["digest"] for record in records for file in record["shards"]]
+    files += [record["index"]["digest"] for record in records]
+    known = (same, tuple(files), content.rules, docs, tuple(sorted(rules.values())))
+    for record in records:  # (files that are known may have been damaged)
+        for file in (record["index"], record["documents_table"], *record["shards"]):
+            part.data(file)
+    if known in _true:
+        return
+    where = f"{part.prefix}unit {records[0]['unit']}"
+    columns = [part.unit_index(record) for record in records]
+    index = np.empty(sum(len(each["doc"]) for each in columns), INDEX_DTYPE)
+    for name in index.dtype.names or ():
+        index[name] = np.concatenate([each[name] for each in columns])
+    order = np.lexsort((index["offset"], index["doc"]))
+    if index[order].tobytes() != documents.index_of(docs, content.rules.where).tobytes():
+        raise Invalid(f"{where}: its index is not that of its documents {_short(docs)}")
+    for name, rule in rules.items():
+        rows = np.concatenate([part.unit_values(record, name) for record in records])
+        if not same(rows[order], docs, content.rules, rule):
+            raise Invalid(f"{where}: rows of {name} are not those of {_short(docs)}")
+    named = [doc for record in records for doc in part.unit_documents(record, "doc")]
+    if sorted(named) != sorted(doc.ordinal for doc in docs):
+        raise Invalid(f"{where}: its documents file names others")
+    _true.add(known)
 
 
 def read(place: str) -> Read:

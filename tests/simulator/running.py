@@ -29,7 +29,7 @@ from unittest import mock
 import numpy as np
 
 from simulator import documents
-from simulator.contents import CHANGES, ONTO, Content, Op, Refused, after
+from simulator.contents import CHANGES, ONTO, Content, Op, Refused, after, between
 from simulator.documents import GROWS, GROWS_FROM, SEQ_LEN, HashStep
 from simulator.places import HOST, Places, Violation, read, reads, told
 from simulator.scheduler import Process, Scheduler
@@ -189,7 +189,7 @@ class Run:
             wanted = after(op, before, tuple(self._grown))
         except Refused as why:
             raise Violation(f"model: {_plain(op)} succeeded, though {why}") from None
-        if not _between(wanted, wanted, self.world[op.place]):
+        if not between(wanted, wanted, self.world[op.place]):
             raise (
                 Violation(f"refused: repeated, {_plain(op)}: {said}")
                 if said
@@ -347,7 +347,7 @@ class Run:
             raise Violation(f"model: {self._why(done, before)}")
         for place in judged:
             spans = [(lo[place], hi[place]) for lo, hi in every]
-            if not any(_between(lo, hi, found[place]) for lo, hi in spans):
+            if not any(between(lo, hi, found[place]) for lo, hi in spans):
                 raise self._other(place, spans)
         for each in ran:
             worlds = [before, *(world for span in every for world in span)]
@@ -515,7 +515,7 @@ class Run:
             mended = replace(content, added=frozenset(whole))
             # (Taps whose own record is damaged are dropped: their recipe is unknown.)
             least = replace(content, added=frozenset()) if op.damage == "pass cut" else content
-            if not _between(least, mended, self.world[op.place]):
+            if not between(least, mended, self.world[op.place]):
                 raise self._other(op.place, [(least, mended)])
             self.places.look_at(op.place, self.world[op.place])
             return
@@ -603,30 +603,6 @@ def _faults(rough: float) -> Faults:
         refused=0.05 * rough, lost=0.02 * rough, late=0.01 * rough, twice=0.02 * rough,
         echoed=0.02 * rough, latency=0.03,
     )  # fmt: skip
-
-
-def _between(lo: Content | None, hi: Content | None, found: Content | None) -> bool:
-    """Whether a dataset is one state, another, or on the way from one to the other."""
-    lo, hi, found = (each and each.uncut for each in (lo, hi, found))
-    if found in (lo, hi):
-        return True
-    if hi is None or found is None:
-        return False
-    was = {each.taps: each.through for each in lo.added} if lo else {}
-    will = {each.taps: each.through for each in hi.added}
-    now = {each.taps: each.through for each in found.added}
-    if len(now) < len(found.added):
-        return False
-    first = len(lo.generations) if lo else 1
-    return (
-        (found.rules, found.taps, found.shuffled) == (hi.rules, hi.taps, hi.shuffled)
-        and first <= len(found.generations) <= len(hi.generations)
-        and found.generations == hi.generations[: len(found.generations)]
-        and (lo.through if lo else -1) <= found.through <= hi.through
-        and all(was.get(t, -1) <= n <= will.get(t, was.get(t, -1)) for t, n in now.items())
-        and all(taps in was or taps in will for taps in now)
-        and all(taps in now for taps in was if taps in will)
-    )
 
 
 def _bytes_of(batch: Mapping[str, Any], tap: str) -> bytes:
