@@ -99,34 +99,33 @@ _RAN = (
     Old("mesh_type", "--mesh", choices=("1d", "2d", "3d", "auto")),
     Old("output_dir", "--out", "unless it went to a bucket [activations_fineweb; arc: "
         "activations_arc_v5e64; multihost: activations]"),
-    Old("upload_to_gcs", "--out", "gs://BUCKET/PREFIX: written there, not copied there", "nothing"),
+    Old("upload_to_gcs", "--out", "gs://BUCKET/PREFIX: written there directly", "nothing"),
     Old("gcs_bucket", "--out", "gs://BUCKET/PREFIX"),
     Old("gcs_prefix", "--out", "gs://BUCKET/PREFIX [activations_fineweb; arc: "
         "activations_arc_v5e64; multihost: activations/multihost]"),
-    Old("shard_size_gb", "--shard-bytes", "GiB; of a bucket at most 64 MiB"),
+    Old("shard_size_gb", "--shard-bytes", "GiB; in a bucket at most 64 MiB"),
     Old("compress_shards", "--compress", "zstd, lossless; no pickle", "nothing"),
-    Old("no_compress_shards", "", "so it is unless --compress is given", "nothing"),
-    Old("delete_local_after_upload", "", "what goes to a bucket is never on the local disk",
+    Old("no_compress_shards", "", "the default; --compress compresses", "nothing"),
+    Old("delete_local_after_upload", "", "rows for a bucket are never stored on the local disk",
         "nothing"),
-    Old("multihost", "", "hosts are joined where --coordinator says where they meet", "nothing"),
+    Old("multihost", "", "--coordinator joins the hosts", "nothing"),
     Old("verbose", "", "progress is shown unless --quiet is given", "nothing"),
 )  # fmt: skip
 _SHARED_OUT = (
     Old("machine_id", "--share", "I/N, from 0"),
     Old("total_machines", "--share", f"I/N, from 0 [{_MACHINES} with --machine_id]"),
     Old("no_data_parallel", "--mesh", "1: one device, whatever --mesh_type says", "nothing"),
-    Old("use_data_parallel", "", "so it is unless --no_data_parallel is given", "nothing"),
+    Old("use_data_parallel", "", "the default; --no_data_parallel turns it off", "nothing"),
 )
 _ARC = (
     Old("dataset_path", "--corpus", 'arc:PATH(prompt="chat"), with --messages messages [arc: '
         "arc_formatted_challenges.jsonl]"),
     Old("max_tasks", "--corpus", "arc:PATH(max_tasks=N); was per machine: times --total_machines"),
-    Old("grid_encoder", "--corpus", 'arc:PATH(encoder="rows+shape"), by the encoders named '
-        '[rows+shape]'),
+    Old("grid_encoder", "--corpus", 'arc:PATH(encoder="rows+shape") [rows+shape]'),
     Old("predictions_per_task", "--corpus", "arc:PATH(predictions=N, augment=...) [8]"),
     Old("prompt_version", "", 'prompts are plain, chat or turns: --corpus \'arc:PATH(prompt='
         '"chat")\''),
-    Old("random_seed", "--corpus", "arc:PATH(seed=N); the draws are others"),
+    Old("random_seed", "--corpus", "arc:PATH(seed=N); the random choices differ"),
 )  # fmt: skip
 PROGRAMS = {
     "fineweb": LegacyProgram("extract_activations_fineweb[_multihost].py", "extract", (
@@ -143,23 +142,23 @@ PROGRAMS = {
         Old("activation_type", "--taps", "resid_post, mlp_out or attn_out",
             choices=("residual", "mlp", "attn")),
         Old("fsdp_size", "--fsdp", "with --mesh 3d"),
-        Old("topology", "", "the devices are seen; `spile compile --topology` asks beforehand"),
-        Old("checkpoint_dir", "", "a run goes on from --out itself, by the same command"),
-        Old("enable_checkpointing", "", "so it is: a run goes on from --out", "nothing"),
-        Old("no_checkpointing", "", "a run always goes on from --out", "nothing"),
+        Old("topology", "", "Spile finds the devices itself; `spile compile --topology` plans without them"),
+        Old("checkpoint_dir", "", "the same command continues from --out"),
+        Old("enable_checkpointing", "", "always on: a run continues from --out", "nothing"),
+        Old("no_checkpointing", "", "always on: a run continues from --out", "nothing"),
         Old("enable_barrier_sync", "", "hosts meet through jax, at --coordinator", "nothing"),
         Old("no_barrier_sync", "", "hosts meet through jax, at --coordinator", "nothing"),
         Old("barrier_controller_host", "", "hosts meet through jax, at --coordinator"),
         Old("barrier_port", "", "hosts meet through jax, at --coordinator"),
-        Old("is_barrier_server", "", "process 0 is the one they meet at", "nothing"),
+        Old("is_barrier_server", "", "process 0 is the meeting point", "nothing"),
         *_SHARED_OUT, *_RAN,
     )),
     "launch": LegacyProgram("launch_distributed_extraction.py", "launch", (
         Old("deployment", "launch", "gcloud, ssh or local", choices=("gcp_tpu", "ssh", "local")),
         Old("tpu_names", "--tpu", "one for each", "values"),
         Old("zone", "--zone"),
-        Old("hosts", "--hosts", f"a file of them, {HOSTS_FILE}", "values"),
-        Old("total_machines", "--slices", "local; else as many as there are names"),
+        Old("hosts", "--hosts", f"a file with their names, {HOSTS_FILE}", "values"),
+        Old("total_machines", "--slices", "local; otherwise the number of names"),
         Old("gcs_bucket", "--out", "gs://BUCKET/activations_fineweb"),
         Old("model_path", "--model", "[KathirKs/qwen-2.5-0.5b]"),
         Old("dataset_name", "--corpus", "NAME:CONFIG:SPLIT [HuggingFaceFW/fineweb-edu]"),
@@ -169,7 +168,7 @@ PROGRAMS = {
         Old("max_seq_length", "--seq-len", "with --long-docs truncate: longer texts were cut"),
         Old("batch_size", "--batch-tokens", "sequences times their length"),
         Old("max_samples", "--max-docs", "was per machine: times their number"),
-        Old("shard_size_gb", "--shard-bytes", "GiB; of a bucket at most 64 MiB"),
+        Old("shard_size_gb", "--shard-bytes", "GiB; in a bucket at most 64 MiB"),
         Old("working_dir", "--folder"),
         Old("logs_dir", "", "each host keeps its log; `spile launch logs` shows them"),
         Old("monitor", "", "once: `spile launch status`; repeatedly: `spile status OUT --follow`",
