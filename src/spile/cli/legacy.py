@@ -142,7 +142,7 @@ PROGRAMS = {
         Old("activation_type", "--taps", "resid_post, mlp_out or attn_out",
             choices=("residual", "mlp", "attn")),
         Old("fsdp_size", "--fsdp", "with --mesh 3d"),
-        Old("topology", "", "Spile finds the devices itself; `spile compile --topology` plans without them"),
+        Old("topology", "", "Spile finds the devices; `spile compile --topology` needs none"),
         Old("checkpoint_dir", "", "the same command continues from --out"),
         Old("enable_checkpointing", "", "always on: a run continues from --out", "nothing"),
         Old("no_checkpointing", "", "always on: a run continues from --out", "nothing"),
