@@ -131,7 +131,7 @@ class CheckReport:
     tokens: int
     taps: Mapping[str, TapCheck]
     reference: str
-    # Of the next token, from float32's: Kullback-Leibler divergence in nats, by compute dtype.
+    # The next token's Kullback-Leibler divergence from float32's, in nats, by compute dtype.
     next_token: Mapping[str, float] | None = None
 
     @property

@@ -84,7 +84,7 @@ def block_points(block: Any, layer: str, heads: int) -> Iterator[Point]:
 
 
 def _attention_points(block: Any, attention: Any, layer: str, heads: int) -> Iterator[Point]:
-    # Beside a state space, attention may read what it reads, but scaled.
+    # Beside a state space, attention may read the same input, but scaled.
     space = find_space(block)
     yield Point("attn_in" + layer, space or attention, "in", token_rows, whole=space is None)
     projection = added = find_part(attention, "out_projection")
@@ -203,7 +203,7 @@ def _expert_points(mlp: Any, shared: Any, layer: str) -> Iterator[Point]:
 
 
 def _latent_points(attention: Any, layer: str) -> Iterator[Point]:
-    """Of attention whose keys and values come from a latent; all heads share a part of the keys."""
+    """Points of attention with a latent for keys and values; all heads share a part of the keys."""
     down, up = attention.kv_a_proj_with_mqa, attention.kv_b_proj
     own, shared = attention.qk_nope_head_dim, attention.qk_rope_head_dim
     queries = getattr(attention, "q_b_proj", None) or attention.q_proj
@@ -262,7 +262,7 @@ def _projections(attention: Any, heads: int, head_dim: int) -> dict[str, tuple[A
 
 
 def embeds_itself(block: Any) -> bool:
-    """Whether blocks have embeddings of their own, which are made of the usual ones, too."""
+    """Whether each block has its own embedding of the token, made partly of the usual one."""
     return getattr(block, "post_per_layer_input_norm", None) is not None
 
 

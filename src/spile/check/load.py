@@ -123,7 +123,7 @@ def _reference(job: ExtractionJob, dtype: str) -> Any:
 
 
 def _changes(splices: Sequence[Splice]) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-    """The change of each tap that has one, by its name: of several, one after another."""
+    """The change of each tap that has one, by its name; several changes apply in turn."""
     by_tap: dict[str, list[tuple[Splice, Arrays]]] = {}
     for splice in splices:
         by_tap.setdefault(splice.tap.name, []).append((splice, splice.load()[0]))

@@ -99,7 +99,7 @@ class Reference:
             )
         self._changes = [(whole[name], change) for name, change in (changes or {}).items()]
         self._products = [module for block in blocks for module in _products(block)]
-        # Of projections, the last rows that are not multiplied in 8 bits: steps of a state space.
+        # The last rows of projections, not multiplied in 8 bits: steps of a state space.
         spaces = filter(None, map(find_space, blocks))
         self._exact = {id(space.in_proj): space.num_heads for space in spaces}
         self._float8 = False
@@ -296,8 +296,8 @@ class Reference:
         """Record what layers convolve, what they read from states, and the norms of states.
 
         All come from functions that these layers look up in the globals of their own file, one
-        layer after another. States are those that the same function returns for one token after
-        another, each with the state that the one before it left.
+        layer after another. To get the states, that function is called for one token after another,
+        each time with the state that the previous call returned.
         """
         modeling = self._modeling
 

@@ -31,8 +31,8 @@ class Splice:
     """A change of one tap's values.
 
     Attributes:
-        tap: where: of a layer all heads, and `resid_post` of a block in place of `resid_pre` of the
-            next.
+        tap: the place: all heads of a layer, and `resid_post` of a block instead of the next one's
+            `resid_pre`.
         identity: what it is, without paths: part of the recipe.
         arrays: what it is computed with, in the shape of a whole row, flat; see `changed_rows`.
         sae: of `replace-with-sae`.

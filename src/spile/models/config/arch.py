@@ -120,7 +120,7 @@ class ShortConvolution:
 class Latent:
     """Sizes of latent attention: keys and values of all heads are projected from one small vector.
 
-    A part of each key is not among them: all heads share it, and it alone is rotated.
+    One part of each key does not come from it: all heads share that part, and only it is rotated.
     """
 
     rank: int  # of the latent
@@ -244,7 +244,7 @@ class Arch:
 
     @property
     def rope_dims(self) -> tuple[int, ...]:
-        """The same in the blocks that have each of the rotary settings."""
+        """The same, in the blocks with each of the rotary settings."""
         own = {layer.rope: self.of(layer).rope_dim for layer in self.layers}
         return tuple(own.get(number, self.rope_dim) for number in range(len(self.ropes)))
 
@@ -262,7 +262,7 @@ class Arch:
 
     @property
     def learned_positions(self) -> bool:
-        """Positions are added to the embeddings, where nothing else tells the tokens' order."""
+        """Whether embeddings get positions, because nothing else shows the order of tokens."""
         return not (self.ropes or self.alibi or self.delta or self.state_space)
 
     @property
@@ -280,7 +280,7 @@ class Arch:
         )
 
     def norms_of(self, layer: Layer) -> tuple[str, ...]:
-        """The same of a block of this kind."""
+        """The same, for a block of this kind."""
         if layer.mixer == GATED_DELTA and self.delta and self.delta.pre_norm_only:
             return ("attn_norm", "mlp_norm")
         absent = ["attn"] * (layer.mixer == NO_MIXER) + ["mlp"] * (not layer.mlp)
@@ -292,7 +292,7 @@ class Arch:
 
     @property
     def lead(self) -> int:
-        """Number of blocks before those whose kinds repeat; those that lend are among them."""
+        """Number of blocks before the repeating ones, including all that lend keys and values."""
         return self._lenders + _repetition(self.layers[self._lenders :])[0]
 
     @property
@@ -302,7 +302,7 @@ class Arch:
 
     @property
     def tail(self) -> int:
-        """Number of blocks at the end whose kinds are not those that would repeat."""
+        """Number of blocks at the end that do not fill a period."""
         return _repetition(self.layers[self._lenders :])[2]
 
     @property
@@ -313,18 +313,16 @@ class Arch:
 
 @cache
 def _repetition(kinds: tuple[Layer, ...]) -> tuple[int, int, int]:
-    """How many kinds come before those that repeat, after how many those do, and how many come
-    after them; fewest in all.
-    """
+    """Return the lengths of the lead, the period and the tail of kinds; the least in sum."""
     tails = range(min(_MOST_LEFT, len(kinds) - 1) + 1)
     found = ((*_repeated(kinds[: len(kinds) - tail]), tail) for tail in tails)
     return min(found, key=lambda each: (sum(each), each[2]))
 
 
 def _repeated(kinds: tuple[Layer, ...]) -> tuple[int, int]:
-    """The first two where all kinds repeat to the end.
+    """Return the lengths of lead and period, without a tail.
 
-    By the prefix function of Knuth, Morris and Pratt, from the end: each suffix in constant time.
+    Uses the prefix function of Knuth, Morris and Pratt, from the end: constant time per suffix.
     """
     reverse = kinds[::-1]
     borders = [0]

@@ -524,7 +524,7 @@ def _refuse_unknown(config: ConfigKeys) -> None:
 
 
 def _decoded(key: str, value: Any, family: Family) -> bool:
-    """Whether a value names a form of weights that may be decoded: `files/quantized.py` tells."""
+    """Whether a value names a form of packed weights; `files/quantized.py` decides about it."""
     if key != "quantization_config" or not isinstance(value, Mapping):
         return False
     method = cast("Mapping[str, Any]", value).get("quant_method")

@@ -1,9 +1,9 @@
 """Which attention kernels serve which model on which device, and why. No jax.
 
 `attention_kernels` goes through the kernels of a platform, best first by what was measured (docs/
-benchmarks.md), and takes the first that serves a model's heads and that the machine has. Where none
-does, attention runs in blocks (`attention.blocked`): slower, but its work is in proportion to the
-documents' lengths and its memory to the tokens. Where layers have heads of several widths, each
+benchmarks.md), and takes the first that serves a model's heads and that the machine has. If there
+is none, attention runs in blocks (`attention.blocked`): slower, but its work is in proportion to
+the documents' lengths and its memory to the tokens. Where layers have heads of several widths, each
 width has its own kernel.
 """
 
@@ -52,7 +52,7 @@ def attention_kernels(
     """Choose the attention kernels of a model, by the width of heads; none if no layer attends.
 
     Args:
-        missing: kernels that this machine does not have, and why; the others are taken to be there.
+        missing: kernels that this machine does not have, and why; it is assumed to have the others.
         wanted: the only kernel that may be used, or `auto`.
 
     Raises:

@@ -63,8 +63,8 @@ class Rope:
     theta: float
     kind: str = "default"
     scaling: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
-    # Of each head's dimensions that rotate: the first ones, or if it is proportional the first of
-    # each half, by the frequencies that they would have if all did.
+    # The share of each head's dimensions that rotate: the first ones or, if proportional, the first
+    # of each half, with the frequencies that they would have if all rotated.
     fraction: float = 1.0
 
     @classmethod
@@ -177,7 +177,7 @@ def _checked(value: Any, name: str, where: str) -> Any:
 def _llama3(
     plain: np.ndarray, factor: float, original: float, scaling: Mapping[str, float]
 ) -> np.ndarray:
-    """Stretch long wavelengths, keep short ones, and interpolate between, if there is a between."""
+    """Stretch long wavelengths, keep short ones, and interpolate what lies between."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = original * plain / (2 * math.pi)  # rotations within the original context
     blend = np.clip((turns - low) / ((high - low) or 1e-12), 0.0, 1.0)

@@ -50,14 +50,14 @@ def in_float8(spec: ParamSpec) -> bool:
 
 
 def in_float32(name: str) -> bool:
-    """Whether an array is held in float32, whatever the compute dtype: choices hang on it."""
+    """Whether an array is held in float32, whatever the compute dtype: choices depend on it."""
     return name == "correction"
 
 
 def block_specs(arch: Arch, layer: Layer | None = None) -> tuple[ParamSpec, ...]:
-    """The arrays of a block; of every kind of block, if none is given.
+    """The arrays of a block, or of all kinds of blocks if none is given.
 
-    Where the shape of one differs between kinds, that of the first is given then.
+    If the shape of one differs between kinds, it is then that of the first kind.
     """
     if layer is not None:
         return _specs_of(arch.of(layer), layer)
@@ -125,7 +125,7 @@ def _attention_specs(arch: Arch, layer: Layer) -> list[ParamSpec]:
 
 
 def _latent_specs(arch: Arch, latent: Latent) -> list[ParamSpec]:
-    """Down to the latents and up from them; a mesh cuts what is by heads, not the latents."""
+    """Projections to the latents and from them; a mesh splits only the latter, by heads."""
     d, heads = arch.width, arch.num_heads
     down = {"ka": latent.rank, "kr": latent.rope_dim}
     if latent.query_rank:
@@ -213,7 +213,7 @@ def _state_space_specs(space: StateSpace, d: int) -> list[ParamSpec]:
 
 
 def _convolution_specs(convolution: ShortConvolution, d: int) -> list[ParamSpec]:
-    """What opens the values before the convolution, what opens them after it, and the values."""
+    """The gate before the convolution, the gate after it, and the values."""
     specs = [ParamSpec(f"wc{name}", (d, d), ("channels", "width")) for name in "bcx"]
     specs.append(ParamSpec("wco", (d, d), ("width", "channels")))
     specs.append(ParamSpec("conv", (d, 1, convolution.kernel), ("channels", "one", "kernel")))
@@ -342,7 +342,7 @@ class TensorSource:
     name: str  # {layer} and {expert}, or {head}, are filled in
     parts: tuple[str, ...] = ()  # the arrays it holds, in order; empty: just the one
     # Parts are concatenated ("part"), or alternate by "row" or by "head": where some have more
-    # heads than others, each head of those that have fewest is followed by its share of the rest.
+    # heads than others, interleaved as k0 q0 q1, k1 q2 q3, ...
     by: str = "part"
     transposed: bool = False  # stored [in, out]
     boxed: bool = False  # stored with one more axis, of length one

@@ -68,7 +68,7 @@ class Quantization:
     def packed(
         self, name: str, shape: Shape, tensors: Mapping[str, tuple[Any, TensorInfo]]
     ) -> PackedTensor | None:
-        """How a tensor is stored; None if it is stored as it is."""
+        """How a tensor is stored; None if it is not packed."""
         if self.method == "mxfp4":
             packable = len(shape) > 1 and shape[-2] % GROUP == 0
             return _mxfp4(name, shape) if packable and name + BLOCKS in tensors else None
@@ -272,7 +272,7 @@ def _times(xp: Any, values: Any, scale: Any) -> Any:
 
 
 def read_quantization(values: Mapping[str, Any], where: str) -> Quantization | None:
-    """Read `quantization_config`; what cannot be decoded is refused by name.
+    """Read `quantization_config`; refuse by name what cannot be decoded.
 
     Raises:
         InputError: if the format, or one of its settings, is not known.

@@ -163,7 +163,7 @@ def reconstruction(
     product: Callable[[Any, Any], Any],
     kth: Callable[[Any, int], Any],
 ) -> Any:
-    """Compute what the decoder makes of the latents of rows [..., width], in float32.
+    """Compute the decoder's reconstruction of rows [..., width], from their latents, in float32.
 
     Args:
         kth: returns the k-th largest of the last axis, which it keeps.

@@ -373,7 +373,7 @@ def _run_blocks(
     slots = {s: np.searchsorted(layers, np.arange(schedule.scanned)) for s, layers in sites.items()}
 
     def tapped(values: SiteValues, layer: Layer) -> Buffers:
-        """Of the sites that this block has."""
+        """The kept values of the sites that this block has."""
         own = [kept for kept in sites if kept[1] == layer.shapes and kept[0] in values]
         chosen = {kept: run.of_heads(kept, run.kept(values[kept[0]])) for kept in own}
         return {kept: run.flat(a).astype(dtypes[kept[0]]) for kept, a in chosen.items()}
@@ -573,7 +573,7 @@ def _limited(x: Heads, arch: Arch) -> Heads:
 
 
 def _met(x: Heads, name: str, block: Block, layer: Layer, run: _Run, scale: float = 1.0) -> Heads:
-    """Queries or keys as they meet: normalised and rotated, where the model does so."""
+    """Queries or keys as attention compares them: normalised and rotated, if the model does so."""
     arch, rotated = run.arch, _rotates(layer, run)
     normed = partial(_head_norm, block=block, name=name, arch=arch, rotated=rotated)
     x = _limited(x, arch)
@@ -614,9 +614,9 @@ def _convolve(
     return out, None, values
 
 
-# What tokens read from each other: the mixers of a block, by the sites before and after each. All
-# of a block's read the same, and their outputs are added. Attention reads the keys and values of an
-# earlier block, if it borrows, and returns those that later ones can borrow.
+# The mixers of a block, by the sites before and after each. All mixers of a block read the same
+# input, and their outputs are added. Attention reads the keys and values of an earlier block, if it
+# borrows, and returns those that later ones can borrow.
 _MIXERS: dict[str, dict[str, Callable[..., tuple[Hidden, Lent | None, SiteValues]]]] = {
     ATTENTION: {"attn": _attend},
     GATED_DELTA: {"attn": _gated_delta},
@@ -671,7 +671,7 @@ def _from_context_start(
 
 
 def _mlp(x: Hidden, stream: Hidden, block: Block, run: _Run, at: At) -> tuple[Hidden, SiteValues]:
-    """The MLP, or experts in its place. `stream`: what `x` is the norm of."""
+    """The MLP, or experts in its place. `stream`: the values whose norm is `x`."""
     arch, experts = run.arch, run.arch.experts
     if "w_router" not in block:
         out, hidden = _dense_mlp(x, block, DENSE if "wd_up" in block else MLP, arch, at)
@@ -779,8 +779,8 @@ def _entropy(
 ) -> Float[Array, "*tokens"]:
     """The entropy of a softmax, in nats, rounded about once.
 
-    The first value carries the rounding of its parts. The mean of what each token's surprise
-    exceeds it by is small, so that it is known much better than either, and is added.
+    The first value has the rounding errors of its parts. The mean difference between each token's
+    surprise and that value is small, so it is much more exact than either; it is added.
     """
     first = log_total - (weights * shifted).sum(axis=-1) / total
     excess = (weights * ((log_total - first)[..., None] - shifted)).sum(axis=-1) / total

@@ -74,7 +74,7 @@ def in_block(changes: Changes, layer: int | None = None) -> At:
 
 
 def in_scan(changes: Changes, place: int, schedule: LayerSchedule, cycle: Array | None) -> At:
-    """The changes in the blocks at one place of a period, of which block `cycle` is running."""
+    """The changes for position `place` of the scan's period, at iteration `cycle`."""
 
     def at(site: str, values: Array) -> Array:
         for tap, change in changes.items():
@@ -137,7 +137,7 @@ def _one_after_another(changes: Sequence[Change], values: Array) -> Array:
 
 
 def _own(splice: Splice) -> Partial:
-    """A user's own change. What it raises is told in one line."""
+    """A user's own change. Its exceptions become errors of one line."""
     given = splice.function
     if not callable(given):
         return Partial(_replace, jnp.asarray(given))
@@ -184,7 +184,7 @@ class _BuiltIn:
         return made(arrays, values)
 
     def _rows(self, arrays: Arrays, values: Array) -> Array:
-        """Of an autoencoder some rows at a time: the latents of all rows are too many."""
+        """Apply an autoencoder to some rows at a time: the latents of all rows are too many."""
         flat = values.reshape(-1, int(np.prod(values.shape[2:])))
 
         def changed(row: Array) -> Array:
@@ -199,7 +199,7 @@ class _BuiltIn:
 
 
 def _product(a: Array, b: Array) -> Array:
-    """In float32; of an autoencoder's matrices in their own dtype, summed in float32."""
+    """Multiply in float32; an autoencoder's matrices in their own dtype, summed in float32."""
     exact = "highest" if b.dtype == jnp.float32 else None
     return jnp.dot(
         a.astype(b.dtype), b, precision=exact, preferred_element_type=jnp.dtype("float32")

@@ -69,7 +69,7 @@ class StreamedBlocks:
         self.waited = 0.0  # seconds that the device had nothing to do but wait for a block
 
     def take(self, layer: int) -> Block:
-        """A block on the device, or on its way there; the next one sets out, too.
+        """Return a block on the device, or on its way there; also start to copy the next one.
 
         Waits until the block before the last one is done, and makes room for another one.
         """
@@ -84,7 +84,7 @@ class StreamedBlocks:
         return self._unpack(block)
 
     def used(self, layer: int, result: jax.Array) -> None:
-        """Tell that a block's work was handed to the device, and what is ready when it is done."""
+        """Note that a block's work was handed to the device, and what is ready when it is done."""
         self._working.append((layer, result))
 
     def _finish(self) -> None:
@@ -103,7 +103,7 @@ class StreamedBlocks:
         return self._streamed[bisect_right(self._streamed, layer) % len(self._streamed)]
 
     def _arriving(self, layer: int) -> Block:
-        """A streamed block, which sets out now if it has not yet."""
+        """A streamed block; its copy starts now if it has not yet."""
         if layer not in self._coming:
             found = self._was_read(layer)
             if found is None:
@@ -114,7 +114,7 @@ class StreamedBlocks:
         return self._coming[layer]
 
     def _was_read(self, layer: int) -> Any:
-        """What was read of a block; meanwhile the next one is read."""
+        """The arrays read for a block; meanwhile the next one is read."""
         if self._read is None:
             return None
         if layer not in self._reading:

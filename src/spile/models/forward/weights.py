@@ -382,7 +382,7 @@ class ArrayLoader:
 
     @cached_property
     def _decode(self) -> Callable[[WeightArrays], WeightArrays]:
-        """Decodes the stored tensors of a block, which have the names of its kind's first one's."""
+        """Decodes the stored tensors of a block, named as those of the first block of its kind."""
 
         kinds = dict.fromkeys(self._checkpoint.arch.layers)
         every = dict.fromkeys(s for k in kinds for s in block_specs(self._checkpoint.arch, k))
@@ -475,7 +475,7 @@ class ArrayLoader:
                     _copy(taken, part.out, tensor)
 
     def _plain(self, name: str, source: TensorSource, wanted: list[ShardBuffer]) -> bool:
-        """Whether a tensor of a local file is just what one buffer is to hold."""
+        """Whether a tensor of a local file is exactly what one buffer must hold."""
         checkpoint = self._checkpoint
         return (
             self._shards is None
@@ -535,7 +535,7 @@ class ArrayLoader:
             file, info = checkpoint.tensors[each]
             remote, whole = not isinstance(file, OpenedFile), slice(0, info.stop - info.start)
             if not remote and self._shards is None:
-                # Of a tensor that holds several arrays all is read, and hashed, for the first one.
+                # A tensor that holds several arrays is read and hashed whole for the first one.
                 known = as_stored and each in self._digests
                 parts.append(_buffer(info.shape, info.dtype))
                 self._read_into(each, parts[-1], _used(info, take) if known else whole)
@@ -562,7 +562,7 @@ class ArrayLoader:
         return found
 
     def check(self) -> None:
-        """Raise DataError if what was read, or will be, is not what the files first held."""
+        """Raise DataError if the files no longer hold what they held at first."""
         self._checkpoint.check_files()
 
     def _tensors(self, head: bool) -> set[str]:
