@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from spile.core.config import Recipe
-from spile.core.errors import ConfigError, DriftError, SpileError, StoreError
+from spile.core.errors import ConfigError, DriftError, InputError, SpileError, StoreError
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.table import Table
 from spile.objects import MemoryObjects
@@ -198,6 +198,24 @@ def test_equal_files_of_the_first_corpus_are_both_read(growing: Growing, tmp_pat
     (tmp_path / "corpus" / "third.jsonl").unlink()
     with pytest.raises(DriftError, match=r"corpus"):
         growing.more()
+
+
+def test_files_of_several_sources_may_have_moved_to_one_place(
+    growing: Growing, tmp_path: Path
+) -> None:
+    growing.begin()
+    lines(tmp_path / "other" / "c.jsonl", TEXTS[8:12])
+    table = growing.more(add_corpus=str(tmp_path / "other"))
+    moved = (tmp_path / "corpus").rename(tmp_path / "moved")
+    (tmp_path / "other").rename(moved / "other")
+    with pytest.raises(InputError, match=r"--corpus \S+/corpus: no such file"):
+        growing.store(Recipe())
+    assert growing.store(Recipe(corpus=str(moved / "**"))) == table
+    lines(moved / "d.jsonl", TEXTS[12:])
+    assert growing.more(corpus=str(moved / "**")).at(1) == table and growing.texts() == TEXTS
+    (moved / "other" / "c.jsonl").unlink()
+    with pytest.raises(InputError, match=r"--corpus \S+/other: no such file"):
+        growing.store(Recipe())
 
 
 def test_a_program_among_the_stored_sources_is_not_run(growing: Growing, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import os
 import resource
 import struct
 import zipfile
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import spile
-from spile.core.errors import CorruptError, InputError
+from spile.core.errors import CorruptError, InputError, StoreError
 from spile.dataset import format as fmt
 from spile.dataset.codec.compression import PlaneReader
 from spile.dataset.maintain.verify import verify
@@ -43,6 +44,12 @@ def test_documents_that_are_not_there_are_a_fault_and_cost_nothing(dataset: stor
     stored.replace_table(dataset.objects, dataclasses.replace(dataset.table, units=units))
     faults = verify(LocalObjects(dataset.path)).faults
     assert any("does not name each document of its unit once" in fault for fault in faults)
+
+
+def test_a_record_of_gigabytes_is_refused_before_it_is_read(dataset: stored.Stored) -> None:
+    os.truncate(dataset.path / fmt.UNITS, 4 << 30)  # (of holes)
+    with pytest.raises(StoreError, match=r"units\.json: is too large for a record \(4,294,967,296"):
+        spile.open(dataset.path)
 
 
 @pytest.mark.parametrize("shape", [[HUGE], [1 << 20, 1 << 20]])

@@ -61,6 +61,7 @@ from spile.objects import Objects
 
 FORMAT = 8
 MOST_UNITS = 10**8  # their ids have eight digits
+MOST_GENERATIONS = 10**5  # opening a dataset reads them all: some minutes for so many
 GROUP_UNITS = 256  # one page of a bucket's listing holds their records, attempts or heartbeats
 
 UNITS = "units.json"

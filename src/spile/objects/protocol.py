@@ -23,7 +23,8 @@ PROBES = "probes/"
 # Counters of this process over all stores: retries and uploaded bytes in total; objects uploading
 # and spooled at present.
 COUNTED = Counters()
-MOST_HELD = 4 << 30  # limit on an object that is read whole: no record of ours is as large
+MOST_HELD = 4 << 30  # limit on an object that is read whole: no file of ours is as large
+MOST_RECORD = 256 << 20  # the same of a record: JSON takes many times its size once it is parsed
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Objects(Protocol):
     def get(self, key: str) -> bytes:
         """Return the whole object. Raises FileNotFoundError if there is none.
 
-        An object larger than `MOST_HELD` is refused before memory is allocated.
+        An object larger than `MOST_HELD`, or a record than `MOST_RECORD`, is refused before memory
+        is allocated.
         """
         ...
 
@@ -170,7 +172,7 @@ def exists(objects: Objects, key: str) -> bool:
 
 def check_held(url: str, key: str, size: int) -> None:
     """Refuse an object that is too large to be read whole."""
-    if size > MOST_HELD:
+    if size > (MOST_RECORD if key.endswith(".json") else MOST_HELD):
         raise StoreError(f"{url}/{key}: is too large for a record ({size:,} bytes)")
 
 

@@ -111,10 +111,11 @@ def resolve(
     encoders = find_encoders(recipe, taps, checkpoint.arch)
     splices = find_splices(recipe.splice, () if stored else taps, checkpoint.arch)
     known = stored or like
-    sources = (recipe.corpus, *(_further_sources(known) if known else ()))
+    further = _further_sources(known) if known else ()
+    sources = (recipe.corpus, *further)
     if growing and growing.added:
         sources = growing.adding(sources, pinned(growing.added, "dataset"))
-    files = [file for source in sources for file in find_files(source, cache)]
+    files, gone = _find_all(sources, cache, further)
     if recipe.part == "holdout" and not recipe.holdout:
         raise ConfigError("--part holdout needs --holdout, the share to hold out")
     recipe = settle_ids(recipe, files, checkpoint.arch.vocab_size)
@@ -123,6 +124,8 @@ def resolve(
     found = {str(file.path) for file in files}
     if known:
         files, corpus = in_stored_order(known, files, corpus)
+        if gone and not {file["identity"] for file in known.files}.issubset(corpus):
+            raise gone
     resolved = _settled(recipe, checkpoint, taps, encoders, corpus, platform, template)
     resolved = dataclasses.replace(
         resolved,
@@ -241,6 +244,26 @@ def completed_recipe(recipe: Recipe, stored: ResolvedRecipe, *, moves: bool = Fa
 def _is_own_program(source: str) -> bool:
     """Return whether a corpus is a program of the user's, which never runs because a store says."""
     return is_program(source) and not Program.parse(source).shipped
+
+
+def _find_all(
+    sources: Sequence[str], cache: str | None, further: Sequence[str]
+) -> tuple[list[CorpusFile], InputError | None]:
+    """Return the files of all sources.
+
+    Args:
+        further: those of them that may be gone, since --corpus may name where their files are
+            now. The error about one that is gone is returned, for use if its files are nowhere.
+    """
+    files, gone = list[CorpusFile](), None
+    for source in sources:
+        try:
+            files += find_files(source, cache)
+        except InputError as error:
+            if source not in further:
+                raise
+            gone = gone or error
+    return files, gone
 
 
 def _further_sources(stored: Table) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from spile.dataset.maintain.verify import verify
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.opening import open_dataset
 from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.table import Table
 from spile.objects import LocalObjects, Objects, open_objects
 from support import servers, stored
 
@@ -167,6 +168,15 @@ def test_a_limit_of_the_last_part_counts_all_documents(
     assert (recipe.max_docs, recipe.max_tokens) == (merged, None)
 
 
+def refuses_an_extraction(begun: Objects, table: Table) -> None:
+    """What was begun there is not taken for units of another table, and stays as it is."""
+    before = [*begun.list()]
+    if any(map(fmt.parse_done_key, before)):
+        with pytest.raises(ConfigError, match="a unit that no table names: .* merge"):
+            Ledger(begun).create_table(table)
+        assert [*begun.list()] == before
+
+
 @pytest.mark.parametrize("verb", ["part", "merge"])
 def test_what_is_killed_cannot_be_opened_and_the_same_command_continues(
     verb: str, tmp_path: Path
@@ -188,6 +198,7 @@ def test_what_is_killed_cannot_be_opened_and_the_same_command_continues(
             stopped += 1
             with pytest.raises(StoreError, match="no dataset there"):
                 open_dataset(str(root), partial=True)
+            refuses_an_extraction(LocalObjects(root), one.table)
     assert stopped > 3
     whole = make(LocalObjects(tmp_path / "whole"))
     assert (told.rows, told.units, told.bytes) == (whole.rows, whole.units, whole.bytes)

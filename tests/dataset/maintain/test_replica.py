@@ -3,6 +3,7 @@
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -149,6 +150,17 @@ def test_damage_is_not_copied(tmp_path: Path, pytestconfig: pytest.Config) -> No
             replicate(made.objects, dest)
         stored.flip(made.path / key, (made.path / key).stat().st_size // 2)
         assert contents(dest).items() <= sound.items()
+
+
+@pytest.mark.parametrize("change", [{"segments": [1]}, {"segments": 1}, {"units": "all"}])
+def test_a_record_that_is_no_manifest_is_refused_in_one_line(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    made = stored.copied(tmp_path / "out", ((5,),))
+    body = fmt.decode_record(fmt.MANIFEST, made.objects.get(fmt.MANIFEST), "manifest")
+    made.objects.replace(fmt.MANIFEST, fmt.encode_record("manifest", {**body, **change}))
+    with pytest.raises(CorruptError, match=r"manifest\.json: is not a manifest"):
+        replicate(made.objects, LocalObjects(tmp_path / "dest"))
 
 
 def test_another_dataset_is_not_overwritten(tmp_path: Path) -> None:

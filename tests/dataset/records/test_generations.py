@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import spile
-from spile.core.errors import CorruptError, StoreError
+from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.dataset import format as fmt
 from spile.dataset.maintain.compact import compact
 from spile.dataset.maintain.gc import collect_garbage
@@ -339,6 +339,42 @@ def test_a_repair_makes_manifests_again_from_the_first_that_is_wrong(
     assert repair.ledger.complete(grown.table)
     assert repair.repaired.records == keys[1:]
     assert [grown.objects.get(key) for key in keys] == whole
+
+
+class Endless(LocalObjects):
+    """A hostile store: after the last generation there is always another."""
+
+    def get(self, key: str) -> bytes:
+        number = fmt.parse_generation(key)
+        if number < 2:
+            return super().get(key)
+        first = fmt.generation_key(1)
+        body = fmt.decode_record(first, super().get(first), "generation")
+        units = {**body["units"]}
+        if "/units/" in key:
+            return super().get(units["key"])
+        units["key"] = units["key"].replace(first[:-5], key.removesuffix(".json"))
+        body |= {"before": body["before"] + (number - 1) * units["count"], "units": units}
+        return fmt.encode_record("generation", body)
+
+
+def test_a_store_with_generations_without_end_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fmt, "MOST_GENERATIONS", 20)
+    dataset = stored.build(tmp_path / "out", ((1,), (1,)), grown=[1])
+    with pytest.raises(CorruptError, match=r"generations/00000021\.json: is one too many \(20 may"):
+        Ledger(Endless(dataset.path)).table()
+
+
+def test_a_dataset_that_has_grown_too_often_is_not_grown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fmt, "MOST_GENERATIONS", 1)
+    dataset = stored.build(tmp_path / "out", ((1,), (1,)), grown=[1])
+    more = stored.more_units(dataset.table, stored.make_table(((1,),) * 3).units.part(2, 3))
+    with pytest.raises(ConfigError, match="has grown 1 times, which is the most"):
+        dataset.ledger.create_generation(more)
 
 
 def test_a_dataset_that_is_not_there_has_no_generations(tmp_path: Path) -> None:

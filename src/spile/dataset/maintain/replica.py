@@ -12,6 +12,7 @@ import hashlib
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -30,7 +31,8 @@ from spile.dataset.maintain.copy import (
     refuse_strangers,
 )
 from spile.dataset.records.ledger import Ledger
-from spile.dataset.records.passes import Pass, pass_names, readable_passes
+from spile.dataset.records.manifest import Manifest, manifest_of
+from spile.dataset.records.passes import Pass, named, pass_names, readable_passes
 from spile.dataset.records.table import Table
 from spile.objects import Objects, check_creates_once, exists
 from spile.objects.local import settle
@@ -81,6 +83,7 @@ class _Beside:
 
     records: dict[str, bytes] = field(default_factory=dict[str, bytes])
     files: list[str] = field(default_factory=list[str])
+    manifests: dict[str, Manifest] = field(default_factory=dict[str, Manifest])
     digests: dict[str, str] = field(default_factory=dict[str, str])  # digests of segments, by key
 
     @property
@@ -94,19 +97,19 @@ class _Beside:
 
     def refuse_missing(self, copied: Collection[int]) -> None:
         """Refuse a manifest if a unit that it names was not copied: a repair has moved it aside."""
-        for key, data in self.records.items():
-            if key.endswith(fmt.MANIFEST):
-                units = range(fmt.decode_record(key, data, "manifest")["units"])
-                missing = next((unit for unit in units if unit not in copied), None)
-                if missing is not None:
-                    raise StoreError(
-                        f"{key}: unit {missing}, which it names, was not there to be copied; a "
-                        "repair may be at work: run the same command again after it"
-                    )
+        for key, manifest in self.manifests.items():
+            units = range(manifest.totals.units)
+            missing = next((unit for unit in units if unit not in copied), None)
+            if missing is not None:
+                raise StoreError(
+                    f"{key}: unit {missing}, which it names, was not there to be copied; a "
+                    "repair may be at work: run the same command again after it"
+                )
 
     def _part(self, wanted: Callable[[str], object]) -> "_Beside":
         records = {key: data for key, data in self.records.items() if wanted(key)}
-        return _Beside(records, [key for key in self.files if wanted(key)], self.digests)
+        files = [key for key in self.files if wanted(key)]
+        return _Beside(records, files, self.manifests, self.digests)
 
 
 def replicate(
@@ -127,7 +130,7 @@ def replicate(
     count, copier = _Count(), FileCopier(dest)
     dropped, places = _passes(own)
     # Read these before the units: a manifest that is written later may name units not copied.
-    beside = {ledger.prefix: _beside_of(source, ledger.prefix, table) for ledger in places}
+    beside = {ledger.prefix: _beside_of(source, ledger, table) for ledger in places}
     copied = Ledger(dest)
     for number, made in enumerate(table.generations, 1):
         copied.refuse_strays(made.before, fmt.generation_key(number))
@@ -193,9 +196,9 @@ def _groups(source: Objects, place: str) -> list[str]:
     return [f"{place}{fmt.DONE}{name}/" for name in names]
 
 
-def _beside_of(source: Objects, place: str, table: Table) -> _Beside:
+def _beside_of(source: Objects, ledger: Ledger, table: Table) -> _Beside:
     """Read and check the records beside the units of a table, and list the files."""
-    found = _Beside()
+    found, place = _Beside(), ledger.prefix
     keys = [place + name for name in fmt.RECORDS]
     folders = [place + folder for folder in fmt.DERIVED]
     for listed in mapped(lambda folder: list(source.list(folder)), folders, source.parallel):
@@ -218,8 +221,12 @@ def _beside_of(source: Objects, place: str, table: Table) -> _Beside:
         found.records[key] = data
         if not key.endswith(fmt.SIGNATURES):  # (only their ssh key can check these)
             body = fmt.check_record(key, data)
-            for segment in body.get("segments", ()):
-                found.digests[place + segment["key"]] = segment["digest"]
+            if key.endswith(fmt.MANIFEST):
+                generation = fmt.parse_generation(key[len(place) :])
+                with named(ledger.of_pass.name) if ledger.of_pass else nullcontext():
+                    found.manifests[key] = manifest_of(body, table.at(generation).layout)
+                for segment in found.manifests[key].segments:
+                    found.digests[place + segment.file.key] = segment.file.digest
     # Leave out segments that no manifest names yet: they are derived from the done records.
     found.files = [
         key for key in sorted(found.files) if not _SEGMENT.fullmatch(key) or key in found.digests

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from spile.core.errors import CorruptError
+from spile.core.errors import ConfigError, CorruptError
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.codec.columns import ColumnFile, named_by_content
@@ -91,6 +91,8 @@ def read_generations(
     found: list[tuple[Generation, UnitColumns]] = []
     for number, body in _records(objects):
         key, folder = fmt.generation_key(number), fmt.generation_folder(number)
+        if number > fmt.MOST_GENERATIONS:
+            raise CorruptError(key, f"is one too many ({fmt.MOST_GENERATIONS:,} may be there)")
         prefix = f"{folder}{fmt.UNIT_COLUMNS}"
         try:
             made = Generation.from_json(body, fingerprint, before, prefix)
@@ -124,6 +126,11 @@ def create_generation(
     objects: Objects, number: int, made: Generation, fingerprint: str, units: UnitColumns
 ) -> None:
     """Store a generation, unless one is there. The file of its units is created before it."""
+    if number > fmt.MOST_GENERATIONS:
+        raise ConfigError(
+            f"{objects.url}: has grown {fmt.MOST_GENERATIONS:,} times, which is the most; "
+            "`spile compact` makes one table of it, which can grow"
+        )
     prefix = f"{fmt.generation_folder(number)}{fmt.UNIT_COLUMNS}"
     file, data = named_by_content(prefix, units.columns)
     objects.create(file.key, data)

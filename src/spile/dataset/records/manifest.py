@@ -84,7 +84,7 @@ class Derived:
     def read_manifest(self, layout: KeyLayout) -> Manifest | None:
         """Return the manifest of the generation that a layout is of."""
         body = fmt.read_record(self._objects, layout.manifest_key, "manifest")
-        return None if body is None else _manifest_of(body, layout)
+        return None if body is None else manifest_of(body, layout)
 
     def manifests(self, table: Table) -> list[Manifest]:
         """Return the manifests of all generations that have one."""
@@ -205,7 +205,12 @@ class Derived:
             return False
 
 
-def _manifest_of(body: Mapping[str, Any], layout: KeyLayout) -> Manifest:
+def manifest_of(body: Mapping[str, Any], layout: KeyLayout) -> Manifest:
+    """Return a manifest from the body of its record.
+
+    Raises:
+        CorruptError: if it is not one.
+    """
     key = layout.manifest_key
     try:
         counts = {name: body[name] for name in ("rows", "tokens", "documents", "bytes")}
@@ -217,9 +222,7 @@ def _manifest_of(body: Mapping[str, Any], layout: KeyLayout) -> Manifest:
         units, seconds = body["units"], body["seconds"]
         sound = sound and fmt.is_count(units) and fmt.is_amount(seconds)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CorruptError(
-            layout.manifest_key, f"is not a manifest ({fmt.shown(error)})"
-        ) from error
+        raise CorruptError(key, f"is not a manifest ({fmt.shown(error)})") from error
     if not sound:
         raise CorruptError(key, "is not a manifest (a count or a name is invalid)")
     totals = Totals(units=units, seconds=float(seconds), skipped=skipped, **counts)
