@@ -1,6 +1,7 @@
 """`spile extract`: options from a file and from flags, and the summary at the end."""
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from spile import cli
 from spile.cli.extract import extract_summary, given
+from spile.core.config import RayOptions, Recipe, Runtime, flag_of
 from spile.core.errors import ConfigError
 from spile.metrics import Counters
 from spile.run.extract import Outcome
@@ -29,6 +31,26 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
 def test_an_empty_out_is_refused() -> None:
     with pytest.raises(ConfigError, match="--out must be a non-empty text, got ''"):
         given(parsed("--out", ""))
+
+
+def test_help_explains_a_dozen_flags_and_names_the_rest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        parsed("--help")
+    told, _, rest = capsys.readouterr().out.partition("more flags (`spile extract --help-all`")
+    assert "spile extract --model demo --corpus demo" in told, "an example"
+    explained = re.findall(r"^  (--[a-z-]+)", told, re.MULTILINE)
+    assert len(explained) == 12 and {"--model", "--corpus", "--taps", "--out"} < {*explained}
+    assert "end, a document's last token" in " ".join(told.split())
+    named = {*re.findall(r"--[a-z-]+", rest)}
+    every = {flag_of(name) for kind in (Recipe, Runtime, RayOptions) for name in kind.names()}
+    assert every <= named | {*explained} and named.isdisjoint(explained)
+    with pytest.raises(SystemExit):
+        parsed("--help-all")
+    whole = capsys.readouterr().out
+    assert all(re.search(rf"^  {flag}\b", whole, re.MULTILINE) for flag in every)
+    assert "\nrecipe: chats:\n" in whole and "\nsites:" in whole
 
 
 def outcome(**changes: Any) -> Outcome:

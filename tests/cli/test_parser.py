@@ -10,33 +10,14 @@ import pytest
 from spile import __version__, cli
 from spile.core.errors import ConfigError, Interrupted, SpileError, StoreError
 
-VERBS = [
-    "extract",
-    "plan",
-    "supervise",
-    "legacy",
-    "taps",
-    "compile",
-    "convert",
-    "check",
-    "export",
-    "copy",
-    "merge",
-    "compact",
-    "shuffle",
-    "serve-rows",
-    "push",
-    "fetch",
-    "status",
-    "ls",
-    "serve",
-    "verify",
-    "sign",
-    "drop",
-    "gc",
-    "launch",
-    "doctor",
-]
+VERBS = {
+    "make a dataset": ["extract", "plan", "taps", "fetch", "convert", "legacy"],
+    "look at one": ["status", "ls", "serve", "doctor"],
+    "read one": ["export", "shuffle", "serve-rows"],
+    "move one": ["copy", "merge", "push"],
+    "maintain one": ["verify", "check", "sign", "compact", "drop", "gc"],
+    "run elsewhere": ["launch", "supervise", "compile"],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +38,18 @@ def verbs() -> dict[str, argparse.ArgumentParser]:
     return group.choices
 
 
-def test_the_verbs_are_listed_in_the_order_of_the_work() -> None:
-    assert list(verbs()) == VERBS
+def test_the_verbs_are_listed_in_groups_one_line_each() -> None:
+    told = cli.make_parser().format_help()
+    lines = told[told.index("make a dataset") :].splitlines()
+    assert max(map(len, lines)) <= 80
+    found: dict[str, list[str]] = {}
+    for line in filter(None, lines):
+        if not line.startswith(" "):
+            found[line] = []
+        else:
+            found[[*found][-1]].append(line.split()[0])
+    assert found == VERBS
+    assert [*verbs()] == [verb for group in VERBS.values() for verb in group]
 
 
 def test_every_verb_has_a_function_and_speaks_json() -> None:

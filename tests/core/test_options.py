@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from spile.core.config import Recipe, Runtime
+from spile.core.config import RayOptions, Recipe, Runtime
 from spile.core.errors import ConfigError
 from spile.core.options import Options, flag_of, listed, option, parse_count, shown
 
@@ -61,6 +61,22 @@ def test_what_does_not_fit_is_refused_with_flag_and_value(name: str, given: Any,
 def test_flags_are_names_with_dashes() -> None:
     assert Given.names() == ("some_count", "size", "part", "loud", "mood")
     assert flag_of("some_count") == "--some-count"
+
+
+def test_options_are_grouped_by_topic() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Grouped(Options):
+        a: str | None = option("", topic="one")
+        b: str | None = option("")
+        c: str | None = option("", topic="two")
+        d: str | None = option("", topic="one")
+
+    topics = Grouped.topics()
+    assert {topic: [f.name for f in fields] for topic, fields in topics.items()} == {
+        "one": ["a", "b", "d"],
+        "two": ["c"],
+    }
+    assert all("" not in kind.topics() for kind in (Recipe, Runtime, RayOptions))
 
 
 def test_a_value_of_any_size_takes_a_part_of_a_line() -> None:

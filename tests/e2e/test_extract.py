@@ -194,7 +194,7 @@ def test_help_of_a_verb_says_what_it_does(verb: str) -> None:
     if verb in ("extract", "plan"):
         for name in (*Recipe.names(), *Runtime.names(), "out", "config"):
             assert flag_of(name) in result.out
-        assert "resid_post" in result.out
+        assert "resid_post" in result.out and "--help-all" in result.out
 
 
 def test_help_names_every_verb() -> None:

@@ -145,7 +145,7 @@ def test_taps_refuses_what_it_cannot_describe(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verb", ["extract", "plan"])
 def test_help_names_every_site(verb: str) -> None:
-    result = run(verb, "--help")
+    result = run(verb, "--help-all")
     (listed,) = re.findall(r"\nsites:(.*?)\nlayers:", result.out, re.DOTALL)
     assert result.code == 0
     assert {*re.findall(r"\w+", listed)} - {"and", "without", "layers"} == {*SITES}

@@ -98,6 +98,17 @@ def test_an_older_value_is_given_until_the_new_one_is_made() -> None:
     kept.close()
 
 
+def test_taps_are_shown_by_layer(tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "out", taps={"resid_post.10": 4, "resid_post.9": 4})
+    stored.add_pass(made, {"z.9": 4}, commit=range(5))
+    by_layer = ["z.9", "resid_post.9", "resid_post.10"]
+    assert spile.open(made.path).taps == by_layer
+    with closing(answers(made)) as page:
+        assert [tap["name"] for tap in page.routes["dataset"]({})["taps"]] == by_layer
+        assert [tap["tap"] for tap in page.routes["layers"]({})["taps"]] == by_layer
+        assert [*page.routes["run"]({})["taps"]] == by_layer[1:]
+
+
 def test_what_cannot_be_made_is_said_and_not_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

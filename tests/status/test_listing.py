@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from spile.core.errors import ConfigError
+from spile.dataset import format as fmt
 from spile.status.listing import json_pieces, list_files
 from support import stored
 
@@ -55,6 +56,17 @@ def test_the_files_of_added_taps_are_listed_by_their_place(unfinished: stored.St
     }  # fmt: skip
     place.drop()
     assert [*list_files(unfinished.objects)] == own
+
+
+def test_files_are_listed_by_the_layer_of_their_tap(tmp_path: Path) -> None:
+    taps: stored.Taps = {"resid_post.10": 4, "resid_post.9": 4, "mlp_out.10": 4, "logprob": 1}
+    made = stored.build(tmp_path / "out", taps=taps)
+    stored.add_pass(made, {"embed": 4}, commit=(0,))
+    by_layer = ["embed", "resid_post.9", "mlp_out.10", "resid_post.10", "logprob"]
+    files = list_files(made.objects)
+    assert [*files.taps] == [*by_layer, *fmt.BESIDE_TAPS]
+    listed = dict.fromkeys(file.tap for file in files if file.unit == 1)
+    assert [*listed] == [*by_layer[1:], *fmt.BESIDE_TAPS]
 
 
 @pytest.mark.parametrize(

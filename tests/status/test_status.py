@@ -53,6 +53,14 @@ def test_an_unfinished_dataset_counts_what_is_done(unfinished: stored.Stored) ->
     assert status.skipped == {"no tokens": 1}
 
 
+def test_taps_are_told_by_layer(tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "out", UNITS, taps={"resid_post.10": 4, "resid_post.9": 4})
+    assert [*read_status(made.objects).taps] == ["resid_post.9", "resid_post.10"]
+    assert "taps       resid_post.9 [4], resid_post.10 [4]" in status_text(
+        "out", read_status(made.objects)
+    )
+
+
 def test_rows_kept_are_told_from_tokens_read(tmp_path: Path) -> None:
     dataset = stored.build(tmp_path / "out", UNITS, taps=stored.SHAPED, where="pos in (1, 2)")
     status = read_status(dataset.objects)

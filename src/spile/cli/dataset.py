@@ -229,7 +229,7 @@ def add_drop(verbs: Verbs) -> None:
     sub = verbs.add(
         "drop",
         drop,
-        "drop taps that were added to a dataset; gc then removes their files",
+        "drop taps that were added to a dataset; gc then frees their space",
         epilog="  spile drop acts/demo --taps mlp_out.20\n  spile gc acts/demo",
     )
     sub.place("out")
@@ -256,7 +256,7 @@ def drop(arguments: argparse.Namespace) -> None:
 
 def add_gc(verbs: Verbs) -> None:
     sub = verbs.add(
-        "gc", gc, "remove files that no finished unit needs; safe beside running workers"
+        "gc", gc, "remove files that no unit needs; safe beside running workers"
     )
     sub.place("out")
     sub.switch(
@@ -317,7 +317,7 @@ def add_copy(verbs: Verbs) -> None:
     sub = verbs.add(
         "copy",
         copy,
-        "copy a dataset, or some of its taps and units; the same command continues",
+        "copy a dataset, or some of its taps and units; may be continued",
         epilog="  SPILE_SOURCE_AWS_…, SPILE_SOURCE_GOOGLE_…: credentials for OUT alone\n"
         "  SPILE_DEST_AWS_…, SPILE_DEST_GOOGLE_…: credentials for DEST alone",
     )

@@ -51,13 +51,17 @@ _STAGES = (
 )
 
 
+# Of the flags that `extract` and `plan` share, those that `--help` explains.
+COMMON_FLAGS = ("out", *(f.name for f in dataclasses.fields(Recipe) if f.metadata["common"]))
+
+
 def add_recipe_flags(sub: Flags) -> None:
     """Add the flags that `extract` and `plan` share."""
-    sub.add("--out", "where the dataset goes", "DIR")
+    sub.add("--out", "where the dataset goes: a directory, or URL of a bucket", "DIR")
     sub.add("--config", "TOML file of options; flags win", "FILE")
     sub.switch("--quiet", "print only errors")
-    add_options(sub, "recipe: what the dataset is", Recipe)
-    add_options(sub, "runtime: how it is made", Runtime)
+    add_options(sub, "recipe", Recipe)
+    add_options(sub, "runtime", Runtime)
 
 
 def add_extract(verbs: Verbs) -> None:
@@ -65,13 +69,15 @@ def add_extract(verbs: Verbs) -> None:
         "extract",
         extract,
         "make a dataset, or continue it",
+        usage="spile extract --model X --corpus X --taps X --out DIR [more flags]",
         epilog=taps_help(),
         description=_EXTRACT_HELP,
+        common=COMMON_FLAGS,
     )
     add_recipe_flags(sub)
     sub.switch("--log-json", "print progress and log as JSON objects on stderr, one a line")
     sub.switch("--restart", "start over with another recipe; refused once --out holds a row")
-    add_options(sub, "engine: where it is made", RayOptions)
+    add_options(sub, "engine", RayOptions)
 
 
 def given(arguments: argparse.Namespace) -> dict[str, Any]:

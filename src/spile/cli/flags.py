@@ -1,10 +1,11 @@
 """Definition of verbs and flags: `Verbs.add`, and flags from declared options."""
 
 import argparse
-import dataclasses
 import difflib
+import shutil
+import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from spile.core.config import RayOptions, Recipe, Runtime, flag_of, parse_count
@@ -96,8 +97,53 @@ class Parser(argparse.ArgumentParser):
     Flags cannot be abbreviated: an abbreviation may become another flag in a later version.
     """
 
-    def __init__(self, *given: Any, **more: Any) -> None:
+    def __init__(self, *given: Any, common: Collection[str] = (), **more: Any) -> None:
+        """`common`: names of the flags that `--help` explains, if it does not explain all."""
         super().__init__(*given, **{"allow_abbrev": False, **more})
+        self._common = common
+        if common:
+            self.add_argument("--help-all", action=_HelpAll, help="explain every flag and exit")
+
+    def print_help(self, file: Any = None) -> None:
+        """Print what `--help` does: of a verb with many flags, only the common ones in full."""
+        told = self.format_brief() if self._common else self.format_help()
+        self._print_message(told, file or sys.stdout)
+
+    def format_brief(self) -> str:
+        """Format the common flags, and the names of the others by group."""
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        formatter.start_section("flags that most runs need")
+        by_name = {action.dest: action for action in self._actions}
+        formatter.add_arguments([by_name[name] for name in self._common])
+        formatter.end_section()
+        formatter.add_text("\n".join(self._others()))
+        return formatter.format_help()
+
+    def _others(self) -> Iterator[str]:
+        """Yield the names of the flags that are not common, a paragraph for each group."""
+        yield f"more flags (`{self.prog} --help-all` explains them):"
+        others = {
+            group.title or "": [
+                action.option_strings[-1]
+                for action in group._group_actions  # pyright: ignore[reportPrivateUsage]
+                if action.option_strings and action.dest not in self._common
+            ]
+            for group in self._action_groups
+        }
+        wide = max(map(len, others))
+        width = shutil.get_terminal_size().columns - 2
+        for title, flags in others.items():
+            if flags:
+                head, rest = f"  {title:{wide}}  ", " " * (wide + 4)
+                yield textwrap.fill(
+                    " ".join(flags),
+                    max(width, wide + 24),
+                    initial_indent=head,
+                    subsequent_indent=rest,
+                    break_on_hyphens=False,
+                )
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -138,6 +184,19 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see `{self.prog} --help`)")
 
 
+class _HelpAll(argparse.Action):
+    """Prints the help of every flag, and exits."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, nargs=0, **{**more, "dest": argparse.SUPPRESS})
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
+    ) -> NoReturn:
+        print(parser.format_help(), end="")
+        parser.exit()
+
+
 def _did_you_mean(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, known, 1, 0.7)
     return f": did you mean {near[0]}?" if near else ""
@@ -149,18 +208,36 @@ class Verbs:
     def __init__(self, parser: argparse.ArgumentParser, given: str | None = None) -> None:
         """`given`: the verb that will be parsed; None: any."""
         self._given = given
-        self._group = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+        self._group = parser.add_subparsers(
+            metavar="VERB", required=True, prog=parser.prog, help=argparse.SUPPRESS
+        )
+        self._helps: dict[str, dict[str, str]] = {}  # by title: each verb, and what it does
+        self._title = ""
+
+    def begin(self, title: str) -> None:
+        """Begin a group of verbs."""
+        self._title = title
+
+    def listing(self) -> str:
+        """Return every verb with what it does, one line each, in groups."""
+        wide = max(len(name) for helps in self._helps.values() for name in helps)
+        groups = (
+            [title, *(f"  {name:{wide}}  {help}" for name, help in helps.items())]
+            for title, helps in self._helps.items()
+        )
+        return "\n\n".join(map("\n".join, groups))
 
     def add(
         self, name: str, handle: Callable[[argparse.Namespace], int | None], help: str, **more: Any
     ) -> Flags:
         """Add a verb that calls `handle`; return its flags, of which --json is there already.
 
-        `handle` returns an exit code; None: 0.
+        `handle` returns an exit code; None: 0. `more` is as for `Parser`.
         """
+        self._helps.setdefault(self._title, {})[name] = help
         told: dict[str, Any] = {"description": help, **more}
         raw = argparse.RawDescriptionHelpFormatter
-        parser = self._group.add_parser(name, help=help, formatter_class=raw, **told)
+        parser = self._group.add_parser(name, formatter_class=raw, **told)
         parser.set_defaults(verb=handle)
         sub = Flags(parser)
         sub.switch("--json", "print one JSON object")
@@ -176,16 +253,17 @@ class Verbs:
 
 
 def add_options(flags: Flags, title: str, options: type[Recipe | Runtime | RayOptions]) -> None:
-    """Add a group of flags, one for each field of a declaration."""
-    group = flags.group(title)
-    for field in dataclasses.fields(options):
-        flag, meta = flag_of(field.name), field.metadata
-        if meta["kind"] == "switch":
-            group.switch(flag, meta["help"], default=None)
-            continue
-        hint = {"count": "N", "size": "SIZE"}.get(meta["kind"], "X")
-        action = _Joined if meta["kind"] == "list" else "store"
-        group.add(flag, meta["help"], "|".join(meta["choices"]) or hint, action=action)
+    """Add groups of flags, one flag for each field of a declaration."""
+    for topic, fields in options.topics().items():
+        group = flags.group(f"{title}: {topic}")
+        for field in fields:
+            flag, meta = flag_of(field.name), field.metadata
+            if meta["kind"] == "switch":
+                group.switch(flag, meta["help"], default=None)
+                continue
+            hint = {"count": "N", "size": "SIZE"}.get(meta["kind"], "X")
+            action = _Joined if meta["kind"] == "list" else "store"
+            group.add(flag, meta["help"], "|".join(meta["choices"]) or hint, action=action)
 
 
 def count_of(flag: str, text: str, wanted: str = "a number, or 1GiB or 500MB") -> int:

@@ -207,7 +207,7 @@ def add_legacy(verbs: Verbs) -> None:
     sub = verbs.add(
         "legacy",
         legacy,
-        "run a command line of the tools before Spile, and print the new spelling",
+        "run a command of the tools before Spile, and print the new one",
         usage="spile legacy PROGRAM [--dry-run] OLD FLAGS [-- NEW FLAGS]",
     )
     sub.switch("--dry-run", "only print it")

@@ -76,7 +76,7 @@ def add_compile(verbs: Verbs) -> None:
     sub = verbs.add(
         "compile",
         compile,
-        "compile the step for devices that need not be here: memory, collectives, speed, cost",
+        "compile the step for chips that are elsewhere: memory, speed, cost",
         epilog=taps_help(),
     )
     sub.add("--model", "directory with config.json", "X", required=True)

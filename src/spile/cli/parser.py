@@ -16,33 +16,45 @@ from spile.cli.flags import Parser, Verbs
 from spile.cli.style import JsonLines, formatter
 from spile.core.errors import Interrupted, SpileError, printable
 
-_VERBS = (  # in the order of `spile --help`
-    extract.add_extract,
-    plan.add_plan,
-    extract.add_supervise,
-    legacy.add_legacy,
-    model.add_taps,
-    model.add_compile,
-    model.add_convert,
-    model.add_check,
-    dataset.add_export,
-    dataset.add_copy,
-    dataset.add_merge,
-    dataset.add_compact,
-    rows.add_shuffle,
-    rows.add_serve_rows,
-    dataset.add_push,
-    model.add_fetch,
-    look.add_status,
-    look.add_ls,
-    look.add_serve,
-    dataset.add_verify,
-    dataset.add_sign,
-    dataset.add_drop,
-    dataset.add_gc,
-    launch.add_launch,
-    doctor.add_doctor,
-)
+_VERBS = {  # as `spile --help` lists them
+    "make a dataset": (
+        extract.add_extract,
+        plan.add_plan,
+        model.add_taps,
+        model.add_fetch,
+        model.add_convert,
+        legacy.add_legacy,
+    ),
+    "look at one": (
+        look.add_status,
+        look.add_ls,
+        look.add_serve,
+        doctor.add_doctor,
+    ),
+    "read one": (
+        dataset.add_export,
+        rows.add_shuffle,
+        rows.add_serve_rows,
+    ),
+    "move one": (
+        dataset.add_copy,
+        dataset.add_merge,
+        dataset.add_push,
+    ),
+    "maintain one": (
+        dataset.add_verify,
+        model.add_check,
+        dataset.add_sign,
+        dataset.add_compact,
+        dataset.add_drop,
+        dataset.add_gc,
+    ),
+    "run elsewhere": (
+        launch.add_launch,
+        extract.add_supervise,
+        model.add_compile,
+    ),
+}
 
 
 @functools.cache
@@ -54,12 +66,17 @@ def make_parser(given: str | None = None) -> argparse.ArgumentParser:
     """
     parser = Parser(
         prog="spile",
+        usage="spile VERB [flags]      (`spile VERB --help` explains a verb)",
         description="Taps a language model while it reads a corpus, and keeps the activations.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"spile {__version__}")
     verbs = Verbs(parser, given)
-    for add in _VERBS:
-        add(verbs)
+    for title, added in _VERBS.items():
+        verbs.begin(title)
+        for add in added:
+            add(verbs)
+    parser.epilog = verbs.listing()
     return parser
 
 

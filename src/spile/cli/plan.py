@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spile.cli.extract import add_recipe_flags, given
+from spile.cli.extract import COMMON_FLAGS, add_recipe_flags, given
 from spile.cli.flags import Verbs, taps_help
 from spile.core.config import Recipe, Runtime, build
 from spile.core.errors import ConfigError
@@ -50,7 +50,10 @@ class Duration:
 
 def add_plan(verbs: Verbs) -> None:
     help = "what extract would cost: tokens, bytes, memory, time, dollars"
-    sub = verbs.add("plan", plan, help, epilog=taps_help())
+    usage = "spile plan --model X --corpus X --taps X [--out DIR] [more flags]"
+    own = ("calibrate", "exact", "topology", "prices")
+    common = (*COMMON_FLAGS, *own)
+    sub = verbs.add("plan", plan, help, usage=usage, epilog=taps_help(), common=common)
     add_recipe_flags(sub)
     sub.add(
         "--calibrate",

@@ -44,18 +44,23 @@ class Recipe(Options):
 
     model: str | None = option(
         "'demo'; a directory or URL with config.json, tokenizer.json and *.safetensors; or a model "
-        "of the Hugging Face Hub, OWNER/NAME[@REVISION]"
+        "of the Hugging Face Hub, OWNER/NAME[@REVISION]",
+        topic="model",
+        common=True,
     )
     lora: str | None = option("directory, URL or Hub name of a PEFT LoRA adapter, merged at load")
     corpus: str | None = option(
         "'demo'; a file, directory or glob of Parquet, Arrow, JSONL, JSON, CSV, TSV or text "
         "(.gz and .zst too), of token ids in Parquet, Arrow or .bin, or its URL; a dataset of the "
         "Hub, OWNER/NAME[:CONFIG[:SPLIT]], or of any kind of files, datasets:OWNER/NAME…; a "
-        "program, FILE.py:FUNCTION; ARC tasks, arc:PATH"
+        "program, FILE.py:FUNCTION; ARC tasks, arc:PATH",
+        topic="corpus",
+        common=True,
     )
     like: str | None = option(
         "make the rows of this dataset again, with another --model, --lora, --taps, --encode, "
-        "--splice or dtype; every other option comes from that dataset"
+        "--splice or dtype; every other option comes from that dataset",
+        topic="datasets that exist",
     )
     more: bool | None = switch(
         "add the documents that the corpus has gained: new files, new shards on the Hub, or more "
@@ -66,15 +71,21 @@ class Recipe(Options):
         "the dataset has already, known by their content, are left out"
     )
     taps: str | None = option(
-        "where to tap: site:layers, comma separated, e.g. resid_post:20-27,mlp_out:12,embed"
+        "where to tap: site:layers, comma separated, e.g. resid_post:20-27,mlp_out:12,z:all,embed; "
+        "`spile taps --model X` lists what a model has",
+        topic="taps",
+        common=True,
     )
     add_taps: str | None = option(
         "add taps to the dataset in --out, spelled as in --taps; --encode, --store-dtype and "
-        "--compute-dtype then apply to the new taps, every other option is the dataset's"
+        "--compute-dtype then apply to the new taps, every other option is the dataset's",
+        topic="datasets that exist",
     )
     encode: str | None = option(
         "store sparse latents instead of a tap's rows: directory or URL of a sparse autoencoder "
-        "(SAELens, Gemma Scope), or of a folder with one per tap; or TAP=DIR, comma separated"
+        "(SAELens, Gemma Scope), or of a folder with one per tap; or TAP=DIR, comma separated",
+        topic="taps",
+        common=True,
     )
     latents: int | None = count(
         "how many latents to store per row, largest first [the encoder's own k, or 64]"
@@ -86,12 +97,20 @@ class Recipe(Options):
         kind="list",
     )
     where: str | None = option(
-        "keep only these rows, e.g. 'not bos and pos >= 1', or 'end' for the last token of each "
-        "document; over bos eos special (any special token) first last end pos offset doc token_id"
+        "keep only these rows, e.g. 'not bos and pos >= 1'. Of each row: bos eos special (any "
+        "special token); first and last, the ends of a context (a document longer than --seq-len "
+        "has several); end, a document's last token; pos in the context, offset in the document; "
+        "doc, token_id; in chats system user assistant tool template",
+        topic="rows",
+        common=True,
     )
     every: int | None = count("keep every N-th row of a context, after --where")
     seq_len: int | None = count(
-        "tokens in a context [2048, or the model's maximum]", minimum=8, auto=True
+        "tokens in a context [2048, or the model's maximum]",
+        minimum=8,
+        auto=True,
+        topic="contexts",
+        common=True,
     )
     pack: str | None = option(
         "ffd: pack several documents into a row, isolated; none: one context per row [ffd]",
@@ -106,10 +125,13 @@ class Recipe(Options):
         choices=("tokenizer", "bos", "none"),
     )
     text_column: str | None = option(
-        "column or key that holds the text [text, or the only column of strings]"
+        "column or key that holds the text [text, or the only column of strings]",
+        topic="texts",
+        common=True,
     )
     messages: str | None = option(
-        "column or key that holds chats: lists of messages with role and content"
+        "column or key that holds chats: lists of messages with role and content",
+        topic="chats",
     )
     prompt_column: str | None = option(
         "column or key that holds the user's prompt; needs --response-column"
@@ -125,10 +147,12 @@ class Recipe(Options):
     text_documents: str | None = option(
         "in plain text files, a document is a line or the whole file [line]",
         choices=("line", "file"),
+        topic="texts",
     )
     tokens_column: str | None = option(
         "column of token ids, which are used unchanged [input_ids or tokens, if no column "
-        "holds strings]"
+        "holds strings]",
+        topic="token ids",
     )
     tokens_dtype: str | None = option(
         "dtype of .bin files [uint16 if the vocabulary fits]", choices=("uint16", "uint32")
@@ -139,7 +163,8 @@ class Recipe(Options):
     )
     filter: str | None = option(
         "only documents that match this expression over their columns, e.g. \"language == 'en' and "
-        'score >= 3"'
+        'score >= 3"',
+        topic="documents",
     )
     shuffle_docs: int | None = count(
         "seed: read units of the whole corpus in random order, not in file order, so that "
@@ -170,22 +195,32 @@ class Recipe(Options):
         "32 columns of numbers, booleans or texts of at most 64 characters; from a program, all]"
     )
     preview: int | None = count("characters of each document's text to keep [200]", minimum=0)
-    max_docs: int | None = count("only the first N documents of the corpus")
-    max_tokens: int | None = count("only the first units estimated to hold N tokens")
+    max_docs: int | None = count(
+        "only the first N documents of the corpus",
+        common=True,
+    )
+    max_tokens: int | None = count(
+        "only the first units estimated to hold N tokens",
+        common=True,
+    )
     unit_tokens: int | None = count(
         "tokens in a unit, which is committed or redone as a whole, or auto [4M on accelerators; "
         "on a CPU about half a minute of work, at most 64k]",
         auto=True,
+        topic="units",
     )
     compute_dtype: str | None = option(
         "float8_e4m3 multiplies in 8 bits and keeps the rest in bfloat16: faster on GPUs from "
         "Hopper on, less exact [bfloat16 on accelerators, float32 on CPU]",
         choices=COMPUTE_DTYPES,
+        topic="numbers",
+        common=True,
     )
     store_dtype: str | None = option(
         "float8_e4m3 is scaled by row, int8 by channel "
         "[bfloat16; float32 if --compute-dtype float32 is given]",
         choices=STORE_DTYPES,
+        common=True,
     )
 
 
@@ -197,16 +232,25 @@ class Runtime(Options):
         "tokens in a device step, or auto [1k on CPU; elsewhere 16k, 32k for small models, "
         "or what fits]",
         auto=True,
+        topic="speed and memory",
     )
     shard_bytes: int = option(
-        "largest shard file, e.g. 1GiB [1GiB]", default=1 << 30, kind="size", minimum=4096
+        "largest shard file, e.g. 1GiB [1GiB]",
+        default=1 << 30,
+        kind="size",
+        minimum=4096,
+        topic="files",
     )
     compress: bool = switch(
         "for cold storage: byte planes and zstd, lossless, about 0.7 of the size in bfloat16; "
         "slower to write and to read",
         default=False,
     )
-    threads: int | None = count("threads that tokenize [all cores but one]", auto=True)
+    threads: int | None = count(
+        "threads that tokenize [all cores but one]",
+        auto=True,
+        topic="speed and memory",
+    )
     render_processes: int | None = count(
         "separate processes that render chats, so that no template can stop this one; at least 1 "
         "[1 per 4 cores, at most 8]",
@@ -219,7 +263,8 @@ class Runtime(Options):
     )
     spool: str | None = option(
         "local directory where files for a bucket wait for their upload, so that a slow network "
-        "does not stop the device [memory]"
+        "does not stop the device [memory]",
+        topic="files",
     )
     cache: str | None = option(
         "directory for corpora that the `datasets` library has converted to Parquet "
@@ -232,7 +277,8 @@ class Runtime(Options):
     )
     share: str | None = option(
         "I/N, from 0: this machine does share I of N of the units first, then helps with "
-        "unfinished ones [MACHINE_ID/TOTAL_MACHINES]"
+        "unfinished ones [MACHINE_ID/TOTAL_MACHINES]",
+        topic="several machines",
     )
     stale_after: int = count(
         "seconds without a heartbeat after which another worker's unit may be redone [30]",
@@ -242,6 +288,7 @@ class Runtime(Options):
         "devices by axis: auto, 1 (one device), 1d (all on model), 2d (hosts x chips), 3d, or e.g. "
         "data=16,fsdp=2,model=2 [auto: the fastest that fits]",
         default="auto",
+        topic="devices",
     )
     attention: str = option(
         "attention kernel: auto, mosaic, cudnn, triton, splash, or blocked (plain products) [auto: "
@@ -262,6 +309,7 @@ class Runtime(Options):
         "model fits [slice]",
         default="slice",
         choices=("slice", "host"),
+        topic="joined processes",
     )
     coordinator: str | None = option(
         "HOST:PORT of process 0, which the other processes join [COORDINATOR_ADDRESS]"
@@ -280,14 +328,17 @@ class Runtime(Options):
         "seconds without a heartbeat after which a lost process ends the world [100]", default=100
     )
     ignore_space: bool = switch(
-        "run even when the disk looks too small for the estimate", default=False
+        "run even when the disk looks too small for the estimate",
+        default=False,
+        topic="what would stop a run",
     )
     allow_nonfinite: bool = switch(
         "keep rows with NaN or infinity instead of stopping", default=False
     )
     metrics: str | None = option(
         "where to report the run's metrics, comma separated: tensorboard:DIR, wandb[:PROJECT], "
-        "prometheus:[HOST:]PORT, or another installed backend"
+        "prometheus:[HOST:]PORT, or another installed backend",
+        topic="metrics",
     )
     metrics_every: int = count("seconds between metrics [10]", default=10)
     metrics_from: str = option(
@@ -313,6 +364,7 @@ class RayOptions(Options):
         "local: this process and those it is joined to; ray: slices on a Ray cluster [local]",
         default="local",
         choices=("local", "ray"),
+        topic="Ray",
     )
     ray_address: str = option(
         "HOST:PORT of the cluster; auto: the one this machine belongs to [auto]", default="auto"

@@ -30,16 +30,20 @@ def option(
     choices: tuple[str, ...] = (),
     minimum: int | None = None,
     auto: bool = False,
+    topic: str | None = None,
+    common: bool = False,
 ) -> Any:
     """Declare one option.
 
     Kinds: text, list (texts joined by commas; its flag may be given several times), count (an
     integer, `64k` allowed), size (bytes), share (above 0, to 1), switch.
 
-    With `auto`, the value "auto" is allowed and means the default.
+    With `auto`, the value "auto" is allowed and means the default. `topic` begins a group of flags
+    in the help, which the options after it belong to; `--help` explains `common` options, and
+    `--help-all` every one.
     """
     meta = {"help": help, "kind": kind, "choices": choices, "minimum": minimum, "auto": auto}
-    return field(default=default, metadata=meta)
+    return field(default=default, metadata={**meta, "topic": topic, "common": common})
 
 
 count = partial(option, kind="count", minimum=1)
@@ -64,7 +68,7 @@ def parse_count(text: str) -> int:
 
 
 class Options:
-    """Base of Recipe and Runtime: validates each field against its declaration."""
+    """Base of Recipe, Runtime and RayOptions: validates each field against its declaration."""
 
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]
@@ -75,6 +79,15 @@ class Options:
     @classmethod
     def names(cls) -> tuple[str, ...]:
         return tuple(f.name for f in fields(cls))  # type: ignore[arg-type]
+
+    @classmethod
+    def topics(cls) -> dict[str, list[dataclasses.Field[Any]]]:
+        """Return the options by topic, in the order of their declaration."""
+        found, topic = dict[str, list[dataclasses.Field[Any]]](), ""
+        for f in fields(cls):  # type: ignore[arg-type]
+            topic = f.metadata["topic"] or topic
+            found.setdefault(topic, []).append(f)
+        return found
 
 
 def _checked(f: dataclasses.Field[Any], value: Any) -> Any:

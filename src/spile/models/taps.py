@@ -9,10 +9,12 @@ norm. HF's `hidden_states[i + 1]` is the same thing, except its last entry, whic
 import difflib
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from spile.core.errors import ConfigError
+from spile.core.tap_order import sorted_taps
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.models.config.arch import (
     ATTENTION,
@@ -143,7 +145,7 @@ def all_taps(arch: Arch) -> tuple[Tap, ...]:
         for site in SITES.values()
         for layer in (range(arch.num_layers) if site.layered else (None,))
     ]
-    return _in_order([tap for tap in taps if tap.why_not(arch) is None], arch)
+    return _in_order(tap for tap in taps if tap.why_not(arch) is None)
 
 
 def describe_taps(
@@ -228,11 +230,11 @@ def parse_taps(text: str, arch: Arch) -> tuple[Tap, ...]:
                 f"{told} in layer {tap.layer}: {reason}; write {tap.site}:all, or choose from "
                 f"{_spelled(having, arch)}"
             )
-    return _in_order(taps, arch)
+    return _in_order(taps)
 
 
 def place_of(tap: Tap, arch: Arch) -> tuple[int, int, int, tuple[int, ...]]:
-    """A key by which taps are sorted in the order in which the model computes them."""
+    """A key that compares how far a model must run for each of several taps."""
     last = arch.num_layers if tap.kind.stage == AFTER else -1
     layer = last if tap.layer is None else tap.layer
     return tap.layers_needed(arch), layer, [*SITES].index(tap.site), tap.heads
@@ -243,8 +245,8 @@ def computed_as(tap: Tap) -> Tap:
     return Tap("resid_post", tap.layer - 1) if tap.site == "resid_pre" and tap.layer else tap
 
 
-def _in_order(taps: "set[Tap] | list[Tap]", arch: Arch) -> tuple[Tap, ...]:
-    return tuple(sorted(taps, key=lambda tap: place_of(tap, arch)))
+def _in_order(taps: Iterable[Tap]) -> tuple[Tap, ...]:
+    return tuple(map(Tap.from_name, sorted_taps(tap.name for tap in taps)))
 
 
 def _parse_item(item: str, arch: Arch) -> set[Tap]:

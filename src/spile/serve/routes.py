@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from spile.core.errors import ConfigError, StoreError
+from spile.core.tap_order import sorted_taps
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.latents import pair_of
 from spile.objects import Objects
@@ -180,7 +181,9 @@ class Answers:
     def _layers(self, asked: Parameters) -> dict[str, Any]:
         taps: list[dict[str, Any]] = []
         with self.digest.lock:
-            for tap, found in {**self.digest.moments, **self.digest.latents}.items():
+            every = {**self.digest.moments, **self.digest.latents}
+            for tap in sorted_taps(every):
+                found = every[tap]
                 dense = found if isinstance(found, Moments) else None  # the others store ranks
                 taps.append(
                     {

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from spile.core.errors import ConfigError
+from spile.core.tap_order import sorted_taps
 from spile.dataset import format as fmt
 from spile.dataset.format import TapInfo
 from spile.dataset.records.ledger import Ledger
@@ -41,7 +42,7 @@ class Listing:
     """The files of units. Each iteration reads the records again, one segment at a time.
 
     Attributes:
-        taps: the totals of each tap, in the order of a unit's files.
+        taps: the totals of each tap, by layer; then those of the files beside them.
         units: the number of units that have such files.
     """
 
@@ -49,14 +50,17 @@ class Listing:
         """`only`: the tap whose files to list; None: all."""
         self._places = places
         self._info = {tap: info for place in places for tap, info in place.taps.items()}
-        self.taps: dict[str, TapFiles] = {}
+        found: dict[str, TapFiles] = {}
         for place in places:
             for tap, total in place.units.files_of_taps().items():
                 if only in (None, tap):
-                    before = self.taps.get(tap, TapFiles())
+                    before = found.get(tap, TapFiles())
                     # (A unit of a pass is a unit of the dataset, too.)
                     units = max(before.units, total.units)
-                    self.taps[tap] = replace(before + total, units=units)
+                    found[tap] = replace(before + total, units=units)
+        beside = [tap for tap in fmt.BESIDE_TAPS if tap in found]
+        taps = sorted_taps(found.keys() - {*beside})
+        self.taps: dict[str, TapFiles] = {tap: found[tap] for tap in (*taps, *beside)}
         self.units = max((total.units for total in self.taps.values()), default=0)
 
     def dtype(self, tap: str) -> str | None:
@@ -71,19 +75,20 @@ class Listing:
 
     def __iter__(self) -> Iterator[ListedFile]:
         every = ((place.prefix, done) for place in self._places for done in place.units)
+        order = {tap: number for number, tap in enumerate(self.taps)}
         for prefix, done in every:
-            for file in done.files():
-                if file.tap in self.taps:
-                    yield ListedFile(
-                        prefix + file.key,
-                        done.unit,
-                        file.tap,
-                        file.first,
-                        file.count,
-                        file.bytes,
-                        file.digest,
-                        self.dtype(file.tap),
-                    )
+            files = (file for file in done.files() if file.tap in order)
+            for file in sorted(files, key=lambda file: order[file.tap]):
+                yield ListedFile(
+                    prefix + file.key,
+                    done.unit,
+                    file.tap,
+                    file.first,
+                    file.count,
+                    file.bytes,
+                    file.digest,
+                    self.dtype(file.tap),
+                )
 
 
 def list_files(objects: Objects, unit: int | None = None, tap: str | None = None) -> Listing:
@@ -95,7 +100,7 @@ def list_files(objects: Objects, unit: int | None = None, tap: str | None = None
     table = ledger.table()
     passes = readable_passes(ledger, table)
     tables = {ledger: table, **{each.ledger: found for each, found in passes}}
-    taps = dict.fromkeys(name for each in tables.values() for name in each.taps)
+    taps = sorted_taps({name for each in tables.values() for name in each.taps})
     known = (*taps, *fmt.BESIDE_TAPS)
     if tap is not None and tap not in known:
         raise ConfigError(f"--tap {tap}: not in {objects.url}; it has {', '.join(known)}")

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from spile.core.tap_order import sorted_taps
 from spile.dataset.records.heartbeat import HeartbeatObserver, read_workers
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import named, readable_passes
@@ -125,7 +126,7 @@ def _progress(
     rate, slowest = rate_of(workers)
     return done, {
         "state": state,
-        "taps": {name: list(info.shape) for name, info in table.taps.items()},
+        "taps": {name: list(table.taps[name].shape) for name in sorted_taps(table.taps)},
         "units": len(table.units),
         "units_done": done.units,
         "bytes": done.bytes,

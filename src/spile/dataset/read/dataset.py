@@ -18,6 +18,7 @@ from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.expressions import DocumentFilter, RowFilter, split_condition
 from spile.core.index import DOCUMENT_COLUMNS, INDEX_DTYPE
 from spile.core.recipe import ResolvedRecipe, latent_names
+from spile.core.tap_order import sorted_taps
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.codec.columns import ColumnFile, read_columns
@@ -169,8 +170,8 @@ class Dataset:
 
     @property
     def taps(self) -> list[str]:
-        """The taps that rows have: those that the dataset was made with, then those of passes."""
-        return list(self._table.taps)
+        """The taps that rows have, by layer (`core/tap_order.py`)."""
+        return sorted_taps(self._table.taps)
 
     def recipe_of(self, tap: str) -> ResolvedRecipe:
         """Return the recipe that a tap was made by: the dataset's, or that of its pass."""

@@ -1,0 +1,43 @@
+"""The order in which taps are listed: by layer, and in a layer as a model computes them.
+
+Records hold taps in the order of their names (`resid_post.10` before `resid_post.9`), or of the
+runs that added them. A dataset is read without a model's description, so the order of sites stands
+here, below both; `models/sites` has everything else about them.
+"""
+
+import re
+from collections.abc import Iterable
+
+BEFORE_BLOCKS = ("embed",)
+IN_A_BLOCK = (
+    "resid_pre", "attn_in", "q", "kv_latent", "k", "v", "q_rot", "k_rot", "attn_pattern", "ssm_in",
+    "conv_in", "conv_out", "conv_gate", "delta_state_norm", "attn_gate", "z", "attn_out",
+    "ssm_read", "ssm_gate", "ssm_z", "ssm_out", "resid_mid", "mlp_in", "router_logits",
+    "expert_weights", "expert_ids", "mlp_hidden", "shared_expert_out", "mlp_out", "layer_embed",
+    "layer_embed_out", "resid_post",
+)  # fmt: skip
+AFTER_BLOCKS = ("final_norm", "logits", "logprob", "entropy")
+_PLACES = {site: n for n, site in enumerate((*BEFORE_BLOCKS, *IN_A_BLOCK, *AFTER_BLOCKS))}
+# A site; for an encoded tap, what is stored of its latents; the layer; the heads.
+_NAME = re.compile(r"(\w+?)(_latents|_latent_ids)?(?:\.(\d{1,9})((?:\.h\d{1,9})*))?")
+_STORED = (None, "_latents", "_latent_ids")
+
+
+def sorted_taps(names: Iterable[str]) -> list[str]:
+    """Return taps by layer: what comes before the blocks, each block, and what comes after them.
+
+    Within a block they are in the order in which a model computes them. Names of an unknown form
+    come last.
+    """
+    return sorted(names, key=_place)
+
+
+def _place(name: str) -> tuple[int, int, int, tuple[int, ...], int, str]:
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return 3, 0, 0, (), 0, name
+    site, stored, layer, heads = match.groups()
+    stage = 1 if layer else 0 if site in BEFORE_BLOCKS else 2
+    each = tuple(int(head[1:]) for head in (heads or "").split(".")[1:])
+    place = _PLACES.get(site, len(_PLACES))
+    return stage, int(layer or 0), place, each, _STORED.index(stored), name
