@@ -1,10 +1,18 @@
 """What the command prints about a dataset that was audited, exported, compacted or pushed."""
 
-from spile.cli.dataset import compact_text, export_text, push_text, verify_text
+import argparse
+import os
+import pty
+from pathlib import Path
+
+import pytest
+
+from spile.cli.dataset import compact_text, export_text, push_text, rm, verify_text
 from spile.dataset.maintain.compact import Compacted
 from spile.dataset.maintain.verify import Report
 from spile.interop.export import Exported
 from spile.interop.hub.push import Pushed
+from support import stored
 
 
 def test_a_sound_dataset_is_one_line() -> None:
@@ -57,3 +65,24 @@ def test_a_push_says_how_to_get_it_back_and_whose_card_it_is() -> None:
         "its README.md was left as it is",
         "  load    hf download me/acts",
     ]
+
+
+@pytest.mark.parametrize(("answer", "gone"), [("y", True), ("", False), ("no", False)])
+def test_rm_asks_on_a_terminal(
+    answer: str,
+    gone: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = stored.build(tmp_path / "out", ((3,), (4,)), taps={"embed": 4})
+    ours, theirs = pty.openpty()
+    os.write(ours, f"{answer}\n".encode())
+    with os.fdopen(theirs) as terminal:
+        monkeypatch.setattr("sys.stdin", terminal)
+        rm(argparse.Namespace(out=str(made.path), yes=False, json=False))
+    os.close(ours)
+    said = capsys.readouterr().out
+    assert said.startswith(f"{made.path}: 7 rows of 1 tap, 2 documents, ")
+    assert "remove it for good? [y/N] " in said
+    assert made.path.exists() is not gone and ("nothing was removed" in said) is not gone

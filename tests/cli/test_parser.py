@@ -15,7 +15,7 @@ VERBS = {
     "look at one": ["status", "ls", "serve", "doctor"],
     "read one": ["export", "shuffle", "serve-rows"],
     "move one": ["copy", "merge", "push"],
-    "maintain one": ["verify", "check", "sign", "compact", "drop", "gc"],
+    "maintain one": ["verify", "check", "sign", "compact", "drop", "gc", "rm"],
     "run elsewhere": ["launch", "supervise", "compile"],
 }
 

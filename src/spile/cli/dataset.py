@@ -1,9 +1,10 @@
-"""Verbs for an existing dataset: verify, sign, drop, gc, export, copy, merge, compact, push."""
+"""Verbs for an existing dataset: verify, sign, drop, gc, rm, export, copy, merge, compact, push."""
 
 import argparse
 import dataclasses
 import json
 import shlex
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,11 +13,13 @@ from spile.cli.flags import Verbs, count_of
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError, SpileError, printable
 from spile.core.humanize import plural, size
+from spile.core.options import listed
 from spile.objects import open_objects
 
 if TYPE_CHECKING:
     from spile.dataset.maintain.assemble import Assembled
     from spile.dataset.maintain.compact import Compacted
+    from spile.dataset.maintain.remove import Removed
     from spile.dataset.maintain.repair import Repaired
     from spile.dataset.maintain.replica import Copied
     from spile.dataset.maintain.signature import Signed
@@ -255,9 +258,7 @@ def drop(arguments: argparse.Namespace) -> None:
 
 
 def add_gc(verbs: Verbs) -> None:
-    sub = verbs.add(
-        "gc", gc, "remove files that no unit needs; safe beside running workers"
-    )
+    sub = verbs.add("gc", gc, "remove files that no unit needs; safe beside running workers")
     sub.place("out")
     sub.switch(
         "--abandoned", "also remove attempts at unfinished units; only when nothing is running"
@@ -275,6 +276,56 @@ def gc(arguments: argparse.Namespace) -> None:
         print(json.dumps({"removed": removed}))
     else:
         print(f"{plural(len(removed), 'orphan')} removed")
+
+
+def add_rm(verbs: Verbs) -> None:
+    sub = verbs.add("rm", rm, "remove a whole dataset, and nothing else that lies there")
+    sub.place("out", metavar="DATASET")
+    sub.switch("--yes", "remove it without asking")
+
+
+def rm(arguments: argparse.Namespace) -> int:
+    from spile.dataset.maintain.remove import check_removable, remove
+    from spile.run.pipeline.display import counted
+
+    objects = open_objects(arguments.out)
+    check_removable(objects)
+    if not arguments.yes and not _agreed(arguments.out, objects):
+        print("nothing was removed")
+        return 0
+    with counted("files", quiet=arguments.json) as progress:
+        removed = remove(objects, progress=progress)
+    print(json.dumps(dataclasses.asdict(removed)) if arguments.json else removed_text(removed))
+    return 0
+
+
+def _agreed(out: str, objects: "Objects") -> bool:
+    """Ask on the terminal whether to remove a dataset."""
+    from spile.dataset import format as fmt
+    from spile.objects import exists
+    from spile.status.status import read_status
+
+    told = f"{out}: the rest of a dataset that was removed in part"
+    if exists(objects, fmt.UNITS):
+        found = read_status(objects)
+        taps = sum(len(each.taps) for each in (found, *found.passes))
+        space = size(found.bytes + sum(each.bytes for each in found.passes))
+        told = (
+            f"{out}: {plural(found.rows, 'row')} of {plural(taps, 'tap')}, "
+            f"{plural(found.documents, 'document')}, {space}"
+        )
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{told}; nobody can be asked here: add --yes to remove it")
+    print(f"{told}; remove it for good? [y/N] ", end="", flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def removed_text(removed: "Removed") -> str:
+    """Describe what was removed, and what was left."""
+    told = f"{removed.url}: removed {plural(removed.files, 'file')}, {size(removed.bytes)}"
+    if removed.left:
+        told += f"\nleft, since they belong to no dataset: {listed(removed.left)}"
+    return told
 
 
 def add_export(verbs: Verbs) -> None:

@@ -83,6 +83,7 @@ _VERBS = {
         "ls": "cat list",
         "plan": "cost estimate",
         "push": "upload",
+        "rm": "delete remove",
         "serve": "inspect open ui view",
         "status": "info show",
         "verify": "audit validate",

@@ -48,6 +48,7 @@ _VERBS = {  # as `spile --help` lists them
         dataset.add_compact,
         dataset.add_drop,
         dataset.add_gc,
+        dataset.add_rm,
     ),
     "run elsewhere": (
         launch.add_launch,

@@ -34,6 +34,7 @@
                              attempts/, segments/ … as in a dataset; dropped.json once dropped
     scratch/                 rows between two sweeps of `spile shuffle`, until it ends
     damaged/TOKEN/KEY        a record that `spile verify --repair` moved aside, until `gc`
+    removing.json            the former units.json, while `spile rm` removes the rest
 
 A group is 256 consecutive units, so that a worker lists the records of its own group only.
 
@@ -65,6 +66,7 @@ MOST_GENERATIONS = 10**5  # opening a dataset reads them all: some minutes for s
 GROUP_UNITS = 256  # one page of a bucket's listing holds their records, attempts or heartbeats
 
 UNITS = "units.json"
+REMOVING = "removing.json"
 MODEL = "model.json"
 SCALES = "scales.json"
 MANIFEST = "manifest.json"
@@ -102,6 +104,14 @@ MADE_WHEN = ("finished_at", "seconds")  # in `made_by`, by the maker's clock, fo
 BESIDE = ("index", "statistics", "documents_table")  # the files of a unit that are not shards
 BESIDE_TAPS = ("index", "statistics", "documents")  # what they have in the place of a tap
 
+_OF_A_DATASET = re.compile(
+    rf"(?:passes/[A-Za-z0-9][A-Za-z0-9_.-]*/)?(?:"
+    rf"{'|'.join(map(re.escape, (*RECORDS, DROPPED, REMOVING)))}"
+    r"|generations/\d{8}\.json|(?:generations/\d{8}/)?(?:manifest\.json|"
+    r"(?:units|segments|manifest)/[^/]+\.safetensors)|digests/[^/]+\.safetensors"
+    r"|tokenizer/[^/]+/[^/]+|done/\d{6}/\d{8}\.json|workers/(?:\d{6}/)?[^/]+\.json"
+    r"|attempts/\d{6}/\d{8}/[^/]+/[^/]+\.safetensors(?:\.zst)?|(?:scratch|damaged)/.+)"
+)
 DONE_NAME = re.compile(r"\d{8}\.json")  # of a done record in its folder
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}")
 _WORKER_KEY = re.compile(rf"workers/(?:(\d{{6}})/)?({_NAME.pattern})((?:@\d{{8}})*)\.json")
@@ -309,6 +319,11 @@ def parse_segment_key(key: str) -> int | None:
     """Return the group of a segment."""
     match = re.fullmatch(rf"{_OF_A_GENERATION}segments/(\d{{6}})\.safetensors", key)
     return int(match[1]) if match else None
+
+
+def belongs(key: str) -> bool:
+    """Return whether a key is one that a dataset gives to its records and files."""
+    return _OF_A_DATASET.fullmatch(key) is not None
 
 
 def parse_generation(key: str) -> int:

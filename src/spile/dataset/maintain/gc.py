@@ -195,7 +195,7 @@ def discard_empty(objects: Objects, besides: str | None = None) -> list[str]:
     busy = working(objects, besides)
     if busy:
         raise ConfigError(f"--restart: {busy[0]} is at work on {objects.url}; stop it first")
-    keys = [key for key in sorted(objects.list()) if _is_ours(objects, key)]
+    keys = [key for key in sorted(objects.list()) if is_of_dataset(objects, key)]
     # What is derived from records is deleted before them: no segment names a unit that is gone. The
     # table is deleted last: while it exists, the rest can be deleted the same way.
     derived = fmt.SEGMENTS, fmt.GENERATIONS
@@ -204,10 +204,10 @@ def discard_empty(objects: Objects, besides: str | None = None) -> list[str]:
     return keys
 
 
-def _is_ours(objects: Objects, key: str) -> bool:
+def is_of_dataset(objects: Objects, key: str) -> bool:
     """Return whether a key is part of a dataset, or left over from writing one."""
     key = objects.leftover_of(key) or key
-    return key.startswith((*fmt.FOLDERS, *fmt.PASSING, PROBES)) or key in fmt.RECORDS
+    return fmt.belongs(key) or key.startswith(PROBES)
 
 
 def _condemned(objects: Objects) -> set[int]:

@@ -10,6 +10,7 @@ if it has not been done after a while.
 """
 
 import itertools
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -18,7 +19,14 @@ import numpy as np
 import xxhash
 
 from spile.core.config import canonical_json
-from spile.core.errors import ConfigError, CorruptError, DriftError, NotCreatedError, StoreError
+from spile.core.errors import (
+    ConfigError,
+    CorruptError,
+    DriftError,
+    NotCreatedError,
+    SpileError,
+    StoreError,
+)
 from spile.core.system import system
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
@@ -120,6 +128,7 @@ class Ledger:
         """Return the unit table; raise StoreError if there is no dataset."""
         table = self.read_table()
         if table is None:
+            self._refuse_removed(StoreError)
             wanted = (
                 f"pass there (no {fmt.PASS})"
                 if self.of_pass
@@ -133,6 +142,7 @@ class Ledger:
         if self.of_pass:
             self.of_pass.create_table(table)
         else:
+            self._refuse_removed(ConfigError)
             self.refuse_strays(0, fmt.UNITS)
             tables.create_table(self.objects, table, tokenizer)
         return self.table()
@@ -147,6 +157,14 @@ class Ledger:
         units = table.units.part(made.before, len(table.units))
         generations.create_generation(self.objects, number, made, table.fingerprint, units)
         return self.table()
+
+    def _refuse_removed(self, kind: type[SpileError]) -> None:
+        """Raise if `spile rm` has removed the table, and perhaps not yet the rest."""
+        if not self.of_pass and exists(self.objects, fmt.REMOVING):
+            url = self.objects.url
+            raise kind(
+                f"{url}: was removed in part; `spile rm {shlex.quote(url)}` removes the rest"
+            )
 
     def refuse_strays(self, first: int, key: str) -> None:
         """Refuse to create a record if units that it adds are done already: they are others'.
