@@ -85,7 +85,7 @@ class CutSoFar:
     """Where an earlier cut of a corpus ended, and what it holds.
 
     Attributes:
-        file: the file to go on with.
+        file: the file to continue with.
         first: documents of that file that were cut.
         byte: where the next one begins, in files that are cut by bytes.
     """

@@ -91,18 +91,18 @@ SIGNED = "signature-v2.sha256"  # the list of digests
 SIGNATURE = f"{SIGNED}.sig"
 SIGNATURES = (SIGNED, SIGNATURE)
 DERIVED = (UNIT_COLUMNS, SEGMENTS, MANIFEST_COLUMNS, TOKENIZER, DIGESTS, GENERATIONS)  # prefixes
-# What a dataset consists of, and a copy carries: these records, and all that lies in these folders.
-# (A pass is a folder that consists of the same.)
+# A dataset consists of these records and of everything in these folders; a copy has all of it. (A
+# pass is a folder with the same contents.)
 RECORDS = (UNITS, PASS, MODEL, SCALES, MANIFEST, CHECK, PREDICTION, *SIGNATURES)
 FOLDERS = (ATTEMPTS, DONE, *DERIVED, PASSES)
-PASSING = (WORKERS, SCRATCH, DAMAGED)  # folders of what serves a run or a repair, and goes
+PASSING = (WORKERS, SCRATCH, DAMAGED)  # folders that serve a run or a repair, and go
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")  # as in a recipe's identity
 COMPRESSED = ".zst"
 SCALE_DTYPE = np.dtype(np.float32)
 MADE_WHEN = ("finished_at", "seconds")  # in `made_by`, by the maker's clock, for charts only
 BESIDE = ("index", "statistics", "documents_table")  # the files of a unit that are not shards
-BESIDE_TAPS = ("index", "statistics", "documents")  # what they have in the place of a tap
+BESIDE_TAPS = ("index", "statistics", "documents")  # their names in place of a tap's
 
 _OF_A_DATASET = re.compile(
     rf"(?:passes/[A-Za-z0-9][A-Za-z0-9_.-]*/)?(?:"
@@ -132,7 +132,7 @@ _NOT_A_RECORD = {
 class KeyLayout:
     """Where a dataset keeps the records and files of its units.
 
-    What is derived from all units lies with the generation that it was derived in.
+    What is derived from all units is stored with the generation for which it was derived.
 
     Attributes:
         grown: for each generation, how many units there were before it.

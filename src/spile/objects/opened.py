@@ -75,7 +75,7 @@ class OpenedFile:
 
         Args:
             loading: raise for that as well, because files that are read later may belong to
-                another model, which is just being put in the place of this one.
+                another model, which is just replacing this one.
         """
         try:
             now = os.fstat(self._descriptor)

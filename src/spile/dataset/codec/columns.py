@@ -1,8 +1,8 @@
 """Columns of small values in one checked file: the units of a table, the records of a group.
 
-Such a file is safetensors, like everything else, and whoever names it says its size and hash. It is
-memory-mapped on a local disk, and fetched whole from anywhere else. A column of texts is two
-tensors: `NAME` holds their bytes, `ends/NAME` the end of each.
+Such a file is safetensors, like everything else, and the record that names it has its size and
+hash. It is memory-mapped on a local disk, and fetched whole from anywhere else. A column of texts
+is two tensors: `NAME` holds their bytes, `ends/NAME` the end of each.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,7 +36,7 @@ class ColumnFile:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], prefix: str) -> "ColumnFile":
-        """Rebuild a reference to a file under a prefix; raise ValueError if it is none."""
+        """Rebuild a reference to a file under a prefix; raise ValueError if it is not one."""
         found = cls(value["key"], value["bytes"], value["digest"])
         if not is_name(found.key) or not found.key.startswith(prefix) or not is_count(found.bytes):
             raise ValueError(f"not a file of columns: {value!r}")
@@ -149,7 +149,7 @@ def texts_at(columns: Columns, name: str, run: slice) -> list[str]:
 
 
 def check_counts(key: str, columns: Columns, names: Iterable[str], length: int) -> None:
-    """Refuse a column that is missing, or that holds what is not a count."""
+    """Refuse a column that is missing, or that holds anything but counts."""
     for name in names:
         found = columns.get(name)
         if found is None or found.dtype != np.int64 or found.shape != (length,):
@@ -168,7 +168,7 @@ def check_ends(key: str, columns: Columns, name: str, length: int) -> int:
 
 
 def check_texts(key: str, columns: Columns, name: str, length: int) -> None:
-    """Refuse a column that does not hold so many printable texts."""
+    """Refuse a column that does not hold this number of printable texts."""
     stop = check_ends(key, columns, f"ends/{name}", length)
     found = columns.get(name)
     if found is None or found.dtype != np.uint8 or found.shape != (stop,):

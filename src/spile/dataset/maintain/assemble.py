@@ -249,7 +249,7 @@ def _limits_of_all(parts: Sequence[_Source]) -> dict[str, int | None]:
     all.
 
     Raises:
-        ConfigError: if an earlier dataset was cut short: no limit tells what the whole lacks.
+        ConfigError: if an earlier dataset was cut short: no limit describes what the whole lacks.
     """
     return {
         "max_docs": _limit_of_all(parts, "max_docs", "num_docs"),
@@ -262,7 +262,7 @@ def _limit_of_all(parts: Sequence[_Source], name: str, column: str) -> int | Non
     cut = list[_Source]()
     for part, count in zip(parts, counts, strict=True):
         limit = getattr(part.table.recipe, name)
-        # (A copy may lack units of its own, so its sum does not tell.)
+        # (A copy may lack units, so its own sum does not show it.)
         if limit is not None and (count >= limit or part.table.made_of):
             cut.append(part)
     if not cut:

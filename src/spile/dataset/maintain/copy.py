@@ -7,8 +7,8 @@ as a dataset, and no `spile extract` continues it.
 
 Files that are copied as they are get keys that follow from the source's, so that a second call
 continues. On a disk such a file is written in `scratch/` and moved to its key when it is durable;
-in a bucket a put is atomic. So a file under its key is whole, whoever was killed, and two copies at
-once do no harm.
+in a bucket a put is atomic. So a file under its key is whole, even if a process was killed, and two
+copies at once do no harm.
 
 Units that are written anew name in `made_by` what they were made from. With that, the same command
 continues after a kill, and any other is refused (`NewDataset`).
@@ -271,7 +271,7 @@ class NewDataset:
         made_from: Mapping[str, Any],
         makers: Sequence[Mapping[str, object]],
     ) -> Done:
-        """Finish and commit a unit whose rows are written; return it, or that of who came first.
+        """Finish and commit a unit whose rows are written; return it, or the one that came first.
 
         Args:
             summary: counts and digest of the documents that it has.

@@ -1,7 +1,7 @@
 """A finished dataset as the source of a new one: its table and records, all of them checked.
 
-What is made from a dataset is a whole. So the units of all generations are those of one table here,
-and the taps of all passes that are complete are those of one recipe.
+A dataset that is made from it has one table and one recipe. So here the units of all generations
+form one table, and the taps of all complete passes one recipe.
 """
 
 from collections import Counter
@@ -222,7 +222,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class RecordsSummary:
-    """What is said about records in the records of units that are made from them."""
+    """Summary of the source records, stored in a derived unit's `made_by`."""
 
     digest: str  # equal only for exactly the same files
     text_digest: str

@@ -32,7 +32,7 @@ def collect_garbage(
     being repaired, and leftovers of records that exist. With `abandoned`, it also deletes attempts
     of unfinished units: the user must be sure that nothing runs.
 
-    Of a dropped pass, all but the record that it is dropped is deleted.
+    It deletes all of a dropped pass, except the record that it is dropped.
 
     The keys of one group are held at a time.
     """

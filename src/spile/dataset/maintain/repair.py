@@ -147,7 +147,7 @@ class Repair:
             self.repaired.records.append(fmt.MODEL)
 
     def before_commit(self, done: Done) -> None:
-        """Make way for a record: what it replaces, and what was derived from that, moves aside.
+        """Move aside the record that a new one replaces, and everything derived from it.
 
         Raises:
             StoreError: if the unit is not the same as before; then nothing is changed.
@@ -302,7 +302,7 @@ class Repair:
             if fmt.parse_segment_key(original) is not None:
                 columns = columns_in(key, self.objects.get(key))
                 segment = Segment(key, columns, self.layout)
-                # (Of how a unit was made it holds the times alone.)
+                # (About how a unit was made, it holds only the times.)
                 found = [segment.done(at) for at in range(len(segment))]
                 return [{**each.to_json(), "made_by": {}} for each in found if self._is_ours(each)]
             if fmt.parse_done_key(original) is None:

@@ -6,10 +6,11 @@ seen the counter move for a while *by its own clock* considers the worker dead; 
 different machines are never compared. A worker on the same machine is known to be dead as soon as
 its process has ended.
 
-The record lies under the groups whose units the worker holds, so that whoever looks for a unit
-sees only the few workers of that group; a worker that holds none lies beside all groups. In a
-bucket the key names the units, too, and a listing shows by the etag whether a worker still beats:
-so a look reads no heartbeat, except those of workers that seem dead or that want the same unit.
+The record is stored under the groups whose units the worker holds, so that a worker that looks for
+a unit sees only the few workers of that group. If it holds none, the record is beside all groups.
+In a bucket the key names the units, too, and a listing shows by the etag whether a worker still
+beats: so a look reads no heartbeat, except those of workers that seem dead or that want the same
+unit.
 """
 
 import contextlib
@@ -185,8 +186,8 @@ class Presence:
     def occupied(self) -> Counter[int | None]:
         """Return the number of other workers by group; None: those that hold no unit.
 
-        This is from a listing alone, so workers that have died without a word are counted: groups
-        are filled evenly with it, and nothing more.
+        This uses only a listing, so it also counts workers that died silently. It serves only to
+        fill groups evenly.
         """
         found = map(fmt.parse_worker_key, self.objects.list(fmt.WORKERS))
         without = {self.name, *self._left}
@@ -245,7 +246,7 @@ class Presence:
             before, self._keys = self._keys, self._keys_now() or [fmt.idle_worker_key(self.name)]
             for key in self._keys:
                 self.objects.replace(key, data)
-            for key in before:  # after the new ones exist: it is never seen nowhere
+            for key in before:  # after the new ones exist, so that others always see it
                 if key not in self._keys:
                     self.objects.delete(key)
 
@@ -389,7 +390,7 @@ def _process() -> dict[str, Any]:
 
 @cache
 def _fixed(pid: int) -> dict[str, Any]:
-    """Return what never changes about this process; `pid` tells it from one that it forks."""
+    """Return the unchanging facts about this process; `pid` distinguishes it from a fork."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return {
         "host": socket.gethostname(),

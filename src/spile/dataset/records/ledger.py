@@ -167,7 +167,7 @@ class Ledger:
             )
 
     def refuse_strays(self, first: int, key: str) -> None:
-        """Refuse to create a record if units that it adds are done already: they are others'.
+        """Refuse to create a record if units that it adds are done already, by others.
 
         Args:
             first: the first unit that the record at `key` adds.
@@ -438,8 +438,8 @@ class Ledger:
     def looks_after_commit(self, group: int) -> bool:
         """Return whether a unit of a group was committed here since the last call.
 
-        Who looks at a group after each of its commits finds it done if the last one was its own,
-        and is the one to seal it.
+        A worker that looks at a group after each of its commits finds it done if the last commit
+        was its own, and then seals it.
         """
         found = group in self._committed
         self._committed.discard(group)
@@ -496,7 +496,7 @@ class Ledger:
         return True
 
     def _complete_earlier(self, table: Table) -> None:
-        """Create manifests of earlier generations that were never finished by themselves.
+        """Create the missing manifests of earlier generations.
 
         They are created in order, so if a generation has one, those before it have theirs.
         """

@@ -42,7 +42,7 @@ class Manifest:
     """The manifest, as stored: sums over all units, and the files that hold the units."""
 
     fingerprint: str
-    table: str  # `Table.order` of the table that it is of
+    table: str  # `Table.order` of its table
     totals: Totals
     segments: tuple[SegmentFile, ...]
     columns: ColumnFile
@@ -50,7 +50,7 @@ class Manifest:
 
 @dataclass
 class ManifestSums:
-    """What a manifest says of the first segments of a table."""
+    """The part of a manifest about the first segments of a table."""
 
     files: list[SegmentFile] = field(default_factory=list[SegmentFile])
     total: Totals = field(default_factory=Totals)
@@ -82,7 +82,7 @@ class Derived:
         return {group for group in found if layout.segment_key(group) in keys}
 
     def read_manifest(self, layout: KeyLayout) -> Manifest | None:
-        """Return the manifest of the generation that a layout is of."""
+        """Return the manifest of a layout's generation."""
         body = fmt.read_record(self._objects, layout.manifest_key, "manifest")
         return None if body is None else manifest_of(body, layout)
 
@@ -97,7 +97,7 @@ class Derived:
         return Catalog(self._objects, table.layout, manifest.segments, rows)
 
     def rows_of_units(self, table: Table, manifest: Manifest) -> Ints:
-        """Return the rows of each unit, as a manifest says; check that it is of the table."""
+        """Return the rows of each unit from a manifest; check that it belongs to the table."""
         if manifest.table != table.order:
             raise CorruptError(
                 table.layout.manifest_key, f"belongs to another table than {fmt.UNITS}"

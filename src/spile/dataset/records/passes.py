@@ -91,9 +91,9 @@ class Pass:
     def create_table(self, table: Table) -> None:
         """Store the record of the pass, unless it is there.
 
-        Two passes with the same tap may be begun at the same moment. Everybody who works on one
-        looks for others once its record is there, so whoever works on the later one finds the
-        earlier, and gives way. (Also those who did not create it, since who did may be dead.)
+        Two passes with the same tap may be begun at the same moment. Every process that works on
+        one looks for others once its record exists, so those of the later one find the earlier one,
+        and give way. (Also those that did not create it, since the creator may be dead.)
         """
         body = {
             "recipe": table.recipe.to_json(),
@@ -135,7 +135,7 @@ class Pass:
             )
 
     def other_rows(self, done: Done, base: Done | None = None) -> str | None:
-        """Return in what the rows of a unit differ from the dataset's; None if in nothing.
+        """Return how the rows of a unit differ from the dataset's; None if they do not.
 
         Args:
             base: the dataset's record of the unit; read if it is not given.
@@ -177,13 +177,13 @@ class Pass:
 
 
 def recipe_of_pass(base: ResolvedRecipe, own: ResolvedRecipe) -> ResolvedRecipe:
-    """Return a dataset's recipe with what is a pass's own."""
+    """Return a dataset's recipe with the fields that a pass may set."""
     sources = [name for name in vars(own) if name.endswith("_source")]
     return replace(base, **{name: getattr(own, name) for name in (*OF_A_PASS, *sources)})
 
 
 def _identity(done: Done) -> dict[str, Any]:
-    """What is the same in two records of a unit if they have the same rows."""
+    """The fields that are equal in two records of a unit with the same rows."""
     return {**{name: getattr(done, name) for name in _SAME}, "index": done.index.digest}
 
 

@@ -1,9 +1,9 @@
 """The done records of a group of units, merged into columns, and all units of a dataset.
 
-A segment follows from the done records of its group and from the statistics that they name, so
-whoever finds a group done may create it, and every other would create the same bytes. `Catalog`
-gives the units of a dataset one by one: it holds the rows of each, and loads a segment only when
-one of its units is asked for.
+A segment follows from the done records of its group and from the statistics that they name, so any
+worker that finds a group done may create it, and all would create the same bytes. `Catalog` gives
+the units of a dataset one by one: it holds the rows of each, and loads a segment only when one of
+its units is asked for.
 """
 
 import copy
@@ -155,7 +155,7 @@ class Segment:
         return [text_at(columns, "file/digest", at) for at in files]
 
     def done(self, at: int) -> Done:
-        """Return the record of a unit by its place; of `made_by` it holds the times alone."""
+        """Return the record of a unit by its place; its `made_by` has only the times."""
         columns = self.columns
         run = run_of(columns["ends/files"], at)
         counts = zip(*(columns[f"file/{n}"][run].tolist() for n in _FILE_COUNTS), strict=True)

@@ -87,7 +87,7 @@ class UnitColumns(Sequence[Unit]):
         return UnitColumns(len(ends), lambda: _merged(taken, ends), self.key)
 
     def stored(self) -> "UnitColumns":
-        """Return the same units, as they are named by the key of the file that will hold them."""
+        """Return the same units, named by the key of the file that will hold them."""
         file, _ = named_by_content(fmt.UNIT_COLUMNS, self.columns)
         return UnitColumns(self._count, lambda: self.columns, file.key)
 

@@ -42,7 +42,7 @@ _log = logging.getLogger("spile.run")
 
 _LENGTHS = 8  # distinct numbers of rows that may leave the device; each has its own program
 
-# Of a batch: tokens, positions, segments, counts, columns. On the host or on the device.
+# A batch's tokens, positions, segments, counts, columns; on the host or on the device.
 StepInputs = tuple[Any, Any, Any, Any, Any]
 Computed = tuple[dict[str, Array], dict[str, Reduced]]  # stored rows, and their statistics
 
