@@ -119,7 +119,7 @@ def check_half_started(launch: Launch) -> None:
     down = launch.start()
     assert down.code == 3, down.out
     assert down.err.startswith("spile: 1 of 2 failed: h2 (slice 0, process 1): ssh: connect to")
-    assert "run the same command again: what runs already is left alone" in down.err
+    assert "run the same command again: what already runs is left alone" in down.err
     assert "h1 (slice 0, process 0): started (pid " in down.out
 
 

@@ -231,7 +231,7 @@ def test_a_directory_is_its_known_files_sorted_by_path(
     with caplog.at_level(logging.WARNING, "spile"):
         found = read(tmp_path)
     assert found.texts == ["a/z.jsonl", "a.txt", "b.txt", "c.TXT", "sub/deep/a.text"]
-    assert "1 other files left aside" in caplog.text
+    assert "1 other files skipped" in caplog.text
     assert "README.md" in caplog.text
 
 

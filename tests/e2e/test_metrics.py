@@ -135,7 +135,7 @@ def test_a_backend_that_fails_is_heard_once_and_the_run_goes_on(
         "extract", *flags, *RECIPE, "--taps", "embed", "--metrics", f"tensorboard:{tmp_path}/taken"
     )
     assert done.stderr.count("--metrics tensorboard: ") == 1
-    assert "the run goes on without it" in done.stderr
+    assert "the run continues without it" in done.stderr
     assert spile.open(str(tmp_path / "out")).num_tokens
 
 

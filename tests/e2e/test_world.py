@@ -264,7 +264,7 @@ def listens(address: str) -> bool:
 
 @pytest.mark.full
 def test_processes_that_never_came_are_named(made: Made, tmp_path: Path) -> None:
-    named = "processes 1, 3 of 4 never came", "start all processes again"
+    named = "processes 1, 3 of 4 never joined", "start all processes again"
     with made.world(tmp_path / "out", 4, 1, ids=[0, 2], start_timeout=5) as world:
         check_refused(world, ABORTED, *named)
 
@@ -289,4 +289,4 @@ def test_two_signs_of_life_of_one_id_are_two_processes(tmp_path: Path) -> None:
         return why_it_ended(rank, objects, {}, 9)
 
     assert said(5, 6) == "two processes have the id 1 (h and h); give each its own"
-    assert said(5, 5) == "processes 0, 2 of 3 never came; start every one of them"
+    assert said(5, 5) == "processes 0, 2 of 3 never joined; start all of them"

@@ -196,7 +196,7 @@ def test_an_aborted_world_names_who_never_came(start: Start) -> None:
     joined = ("--coordinator", "127.0.0.1:9", "--num-processes", "2", "--process-id", "0")
     member = start("os._exit(0) if nth == 2 else os.abort()", joined=joined)
     assert ended(member) == 0
-    assert "processes 0, 1 of 2 never came; start every one of them; restart 1" in member.last_line
+    assert "processes 0, 1 of 2 never joined; start all of them; restart 1" in member.last_line
 
 
 def test_pauses_double_and_are_capped() -> None:

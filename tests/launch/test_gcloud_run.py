@@ -152,7 +152,7 @@ def test_a_run_that_failed_for_good_is_not_started_again(
     of, tool = working(tmp_path, code=2)
     said = refused(keeper(of, slept, keep=True))
     assert "ended with exit code 2" in said
-    assert "nothing to gain by a restart" in said
+    assert "a restart would not help" in said
     assert len(calls(tool)) == HOSTS
 
 
@@ -281,6 +281,6 @@ def test_no_gcloud_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PATH", str(tmp_path))
     of, _ = working(tmp_path)
     assert refused(keeper(of, [])) == (
-        "run1-0: gcloud is not installed here; mend that and run the same command again: what "
-        "runs already is left alone"
+        "run1-0: gcloud is not installed here; fix that and run the same command again: what "
+        "already runs is left alone"
     )

@@ -130,7 +130,7 @@ def test_a_program_that_is_not_there_is_named(host: Host) -> None:
     missing = host.hand(script.start(job(spile="/no/$(touch pwned)"), SEAT))
     assert missing.code == 127
     assert missing.said == (
-        "no program /no/$(touch pwned) here: install spile, or say where it is by --spile"
+        "no program /no/$(touch pwned) here: install spile, or name it with --spile"
     )
     check_never_started(host, job())
 

@@ -60,8 +60,9 @@ def test_a_backend_that_fails_is_named_once_and_asked_no_more(
     assert (broken.asked, broken.closed) == (1, 0)
     assert len(sound.reports) == len(last.reports) > 2 and sound.closed == 1
     assert caplog.messages == [
-        "--metrics broken: OSError: [Errno 28] No space left on device; the run goes on without it",
-        "--metrics last: RuntimeError; the run goes on without it",
+        "--metrics broken: OSError: [Errno 28] No space left on device; "
+        "the run continues without it",
+        "--metrics last: RuntimeError; the run continues without it",
     ]
 
 

@@ -139,7 +139,7 @@ def test_a_model_whose_blocks_come_from_files_gives_the_same_values(model: Path)
         for tap in wanted:
             np.testing.assert_allclose(found[tap], wanted[tap], rtol=1e-4, atol=2e-5)
     assert streamed.loss(texts) == pytest.approx(whole.loss(texts), rel=1e-5)
-    with pytest.raises(ConfigError, match="load it anew"):
+    with pytest.raises(ConfigError, match="load it again"):
         streamed.to("1d")
     with pytest.raises(ConfigError, match="name one"):
         streamed(texts, splice={"resid_pre.2": added(steer), "resid_post.1": added(steer)})

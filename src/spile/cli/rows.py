@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_shuffle(verbs: Verbs) -> None:
-    sub = verbs.add("shuffle", shuffle, "write a dataset anew with its rows in a drawn order")
+    sub = verbs.add("shuffle", shuffle, "write a new dataset with its rows in random order")
     sub.place("out")
     sub.place("dest", "directory or URL of the new dataset")
     sub.number("--seed", "seed of the permutation [0]", 0)
@@ -88,7 +88,7 @@ def add_serve_rows(verbs: Verbs) -> None:
     sub.number("--buffer", "how many batches a trainer may be behind the fastest [8]", 8)
     sub.number(
         "--patience",
-        "how long others wait for a trainer that takes nothing, before they go on [300]",
+        "how long others wait for a trainer that takes nothing, before they continue [300]",
         300.0,
         unit="SECONDS",
     )

@@ -53,7 +53,7 @@ def find_files(corpus: str, cache: str | None = None) -> list[CorpusFile]:
         raise InputError(f"--corpus {corpus}: holds no {', '.join(by_suffix)} file (or .gz, .zst)")
     if len(known) < len(candidates):
         _log.warning(
-            "--corpus %s: %d other files left aside (first: %s)",
+            "--corpus %s: %d other files skipped (first: %s)",
             corpus,
             len(candidates) - len(known),
             next(p for p in candidates if p not in known),

@@ -62,7 +62,7 @@ def refuse_missing_columns(reader: CorpusReader, named: tuple[str, ...]) -> None
     for number in sampled if named else ():
         file = reader.files[number]
         if not file.format.has_columns:
-            raise InputError(f"{file.path}: such a file has no columns, which --keep names")
+            raise InputError(f"{file.path}: such a file has no columns, but --keep names some")
         if not file.format.has_schema:
             found = reader.columns_of(number)
             for name in named:

@@ -64,13 +64,13 @@ class Gcloud(LaunchTarget):
     def __post_init__(self) -> None:
         check_counts(slices=self.slices)
         if not self.zones:
-            raise ConfigError("--zone is missing: where are the TPUs, or may they be?")
+            raise ConfigError("--zone is missing: where are the TPUs, or may be created?")
         if (self.accelerator_type is None) != (self.runtime_version is None):
             raise ConfigError(
-                "--accelerator-type and --runtime-version belong together: they say what to make"
+                "--accelerator-type and --runtime-version belong together: they say what to create"
             )
         if (self.spot or self.queued) and not self.makes:
-            raise ConfigError("--spot and --queued are of TPUs to make: add --accelerator-type")
+            raise ConfigError("--spot and --queued are for TPUs to create: add --accelerator-type")
         words = (*self.zones, self.project, self.accelerator_type, self.runtime_version)
         for word in words:
             if word is not None and not _WORD.fullmatch(word):
@@ -294,7 +294,7 @@ class Keeper:
             hosts = script.states(result)
             for host in hosts:
                 if host.name == "ended" and host.code == _PERMANENT:
-                    raise LaunchError(f"{host}; nothing to gain by a restart")
+                    raise LaunchError(f"{host}; a restart would not help")
             if not result.code and hosts and all(host.code == 0 for host in hosts):
                 return Result(str(found[0]), 0, "finished", "")
             ended = [str(host) for host in hosts if host.name != "running" and host.code != 0]
@@ -314,8 +314,8 @@ class Keeper:
             if state in _COMING:
                 raise Retry(f"the TPU is {state}")
             if not self._target.makes:
-                raise LaunchError(f"the TPU {there} is {state}: start it, or make it again")
-            _log.info("%s: is %s; making it again", there, state)
+                raise LaunchError(f"the TPU {there} is {state}: start it, or create it again")
+            _log.info("%s: is %s; creating it again", there, state)
             self._must(self._target.delete_node(there))
         if not self._target.makes:
             raise self._absent_error(node)

@@ -97,14 +97,14 @@ class LaunchJob:
         check_name("--name", self.name)
         for name, value in (*self.env.items(), *self.secrets.items()):
             if not _VARIABLE.fullmatch(name):
-                raise ConfigError(f"{name!r} is no name for a variable of the environment")
+                raise ConfigError(f"{name!r} is not a valid name of an environment variable")
             if "\0" in value:
-                raise ConfigError(f"the value of {name} holds a NUL, which no environment can")
+                raise ConfigError(f"the value of {name} holds a NUL, which is not allowed")
         for word in (*self.extract, self.spile, self.setup, self.folder or ""):
             if "\0" in word:
-                raise ConfigError(f"{word!r} holds a NUL, which no command line can")
+                raise ConfigError(f"{word!r} holds a NUL, which is not allowed")
         if self.container is not None and self.spile != "spile":
-            raise ConfigError("--spile is of hosts: in a container the image says what is run")
+            raise ConfigError("--spile is for hosts: in a container, the image's entrypoint runs")
         if not self.spile or self.spile.startswith("-"):
             raise ConfigError(f"--spile must name a program, got {self.spile!r}")
         if self.credentials is not None and not PurePosixPath(self.credentials).is_absolute():

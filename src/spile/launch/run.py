@@ -29,7 +29,7 @@ def build_job(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Laun
     if arguments.max_restarts is not None and arguments.max_restarts < 0:
         raise ConfigError(f"--max-restarts must be at least 0, got {arguments.max_restarts}")
     if container is not None and folder is not None and not row.folder_with_container:
-        raise ConfigError("--folder is of hosts: in a container the image says where it is run")
+        raise ConfigError("--folder is for hosts: in a container, the image sets the folder")
     return LaunchJob(
         name=arguments.name,
         extract=tuple(arguments.extract),
@@ -57,7 +57,7 @@ def check_out(arguments: argparse.Namespace, out: str | None) -> None:
     if not out.startswith("/") and (contained or not row.shares_folder):
         raise ConfigError(
             f"--out {out}: give the absolute path of a folder that all hosts share, or a bucket: "
-            "on each host a relative one is another"
+            "a relative one differs on each host"
         )
     if not contained:
         return
@@ -80,8 +80,8 @@ def check(action: str, results: Sequence[Result]) -> None:
     """Raises:
     LaunchError: if it failed on some hosts; names them.
     """
-    again = "what runs already is left alone" if action == "submit" else "the others answered"
-    check_all(results, f"mend that and run the same command again: {again}")
+    again = "what already runs is left alone" if action == "submit" else "the others answered"
+    check_all(results, f"fix that and run the same command again: {again}")
 
 
 def told(action: str, results: Sequence[Result]) -> str:

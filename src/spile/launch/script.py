@@ -60,7 +60,7 @@ if ! flock -n 9; then echo "already running (pid $(cat "$d/pid"))"; exit 0; fi
 rm -f "$d/code" "$d/pid"
 {exported(job.environment(seat))}{_setup(job)}{_enter(job)}\
 command -v {shlex.quote(job.spile)} >/dev/null || {{
-  echo "no program {_in_quotes(job.spile)} here: install spile, or say where it is by --spile" >&2
+  echo "no program {_in_quotes(job.spile)} here: install spile, or name it with --spile" >&2
   exit 127
 }}
 setsid sh -c {shlex.quote(_WATCHED)} sh "$d" {shlex.join(job.command)} </dev/null >/dev/null 2>&1 &

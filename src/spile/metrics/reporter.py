@@ -81,5 +81,5 @@ class Reporter:
         try:
             call()
         except Exception as error:
-            _log.warning("--metrics %s: %s; the run goes on without it", name, line(error))
+            _log.warning("--metrics %s: %s; the run continues without it", name, line(error))
             self._backends.pop(name, None)

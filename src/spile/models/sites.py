@@ -88,7 +88,7 @@ SITES = {
             lens=(_B + "hook_resid_pre", _B + "hook_in"),
         ),
         Site(
-            "attn_in", "what attention, or another mixer, reads: after the norm before it",
+            "attn_in", "input of attention, or of another mixer: after its norm",
             ("width",), mixers=_ATTN, reach=(), spliced=True, lens=(_B + "attn.hook_in",),
         ),
         Site(
@@ -97,7 +97,7 @@ SITES = {
             latent_lens=(), modules=(".self_attn.q_proj",),
         ),
         Site(
-            "kv_latent", "what keys and values of all heads are projected from: after its norm",
+            "kv_latent", "vector that gives all heads' keys and values: after its norm",
             ("latent",), requires=("latent",), mixers=_ATTEND, reach=("wka",), spliced=True,
             lens=(_B + "attn.hook_kv_latent",),
         ),
@@ -114,12 +114,12 @@ SITES = {
             latent_lens=(_B + "attn.hook_v",), modules=(".self_attn.v_proj",),
         ),
         Site(
-            "q_rot", "queries as they meet the keys: after q-norm and rotary", _HEADS,
+            "q_rot", "queries as compared with keys: after q-norm and rotary", _HEADS,
             requires=("rotary",), mixers=_ATTEND, reach=_Q, lens=(_B + "attn.hook_rot_q",),
             latent_lens=(),
         ),
         Site(
-            "k_rot", "keys as they meet the queries: after k-norm and rotary", _KV_HEADS,
+            "k_rot", "keys as compared with queries: after k-norm and rotary", _KV_HEADS,
             requires=("rotary", "own_keys"), mixers=_ATTEND, reach=_K,
             lens=(_B + "attn.hook_rot_k",), latent_lens=(),
         ),
@@ -130,12 +130,12 @@ SITES = {
             advice="it grows with --seq-len; choose few layers, shorter contexts, or --where",
         ),
         Site(
-            "ssm_in", "what a state space reads: after the norm before it", ("width",),
+            "ssm_in", "input of a state space: after its norm", ("width",),
             mixers=_SPACE, reach=(), spliced=True,
             lens=(_B + "mixer.hook_in", _B + "hook_mixer_in", _B + "mamba.hook_in"),
         ),
         Site(
-            "conv_in", "what the short convolution reads: opened by one of its gates",
+            "conv_in", "input of the short convolution: after one of its gates",
             ("channels",), mixers=(SHORT_CONVOLUTION,), reach=_CONVOLVED, spliced=True,
         ),
         Site(
@@ -144,7 +144,7 @@ SITES = {
             reach=("wdq", "wdk", "wdv", *_CONVOLVED, *_SPACED), spliced=True,
         ),
         Site(
-            "conv_gate", "what the convolution's output is multiplied by", ("channels",),
+            "conv_gate", "the gate that multiplies the convolution's output", ("channels",),
             mixers=(SHORT_CONVOLUTION,), reach=("wcc",), spliced=True,
         ),
         Site(
@@ -152,7 +152,7 @@ SITES = {
             mixers=(GATED_DELTA,), reach=_MIXED,
         ),
         Site(
-            "attn_gate", "what each mixed value is multiplied by: the gate, after its activation",
+            "attn_gate", "the gate that multiplies mixed values: after its activation",
             _MIXED_HEADS, requires=("gate",), mixers=(*_ATTEND, GATED_DELTA), reach=_GATE,
             spliced=True,
         ),
@@ -175,8 +175,8 @@ SITES = {
             "before its gate and norm", _SSM_HEADS, mixers=_SPACE, reach=_READ, spliced=True,
         ),
         Site(
-            "ssm_gate", "what each value that it read is multiplied by: the gate, after its "
-            "activation", _SSM_HEADS, mixers=_SPACE, reach=("wmz",), spliced=True,
+            "ssm_gate", "the gate that multiplies the values read: after its activation",
+            _SSM_HEADS, mixers=_SPACE, reach=("wmz",), spliced=True,
         ),
         Site(
             "ssm_z", "the same values, gated and normalised: before the output projection",
@@ -197,7 +197,7 @@ SITES = {
             reach=ALL_MIXERS, spliced=True, lens=(_B + "hook_resid_mid",),
         ),
         Site(
-            "mlp_in", "what the MLP reads: after the norm before it", ("width",),
+            "mlp_in", "input of the MLP: after its norm", ("width",),
             requires=("mlp",), reach=ALL_MIXERS, spliced=True, lens=(_B + "mlp.hook_in",),
         ),
         Site(
@@ -214,13 +214,13 @@ SITES = {
             lens=(_B + "mlp.hook_expert_indices",),
         ),
         Site(
-            "mlp_hidden", "inside the MLP, after the gate: what the down projection reads",
+            "mlp_hidden", "inside the MLP, after the gate: input of the down projection",
             ("mlp",), requires=("mlp", "dense"), spliced=True,
             reach=(*ALL_MIXERS, "w_gate", "w_up", "wd_gate", "wd_up", "ws_gate", "ws_up"),
             lens=(_B + "mlp.hook_post", _B + "mlp.out.hook_in"),
         ),
         Site(
-            "shared_expert_out", "what the expert that every token goes to adds to the others'",
+            "shared_expert_out", "output of the shared expert, to which every token goes",
             ("width",), requires=("mlp", "shared"), spliced=True,
             reach=(*ALL_MIXERS, "ws_gate", "ws_up", "ws_down", "ws_router"),
         ),
@@ -242,7 +242,7 @@ SITES = {
             lens=(_B + "hook_resid_post", _B + "hook_out"), modules=("",),
         ),
         Site(
-            "final_norm", "after the last norm: what the head reads", ("width",), stage=AFTER,
+            "final_norm", "after the last norm: input of the head", ("width",), stage=AFTER,
             lens=("ln_final.hook_out", "unembed.hook_in"),
             modules=("model.norm", "transformer.ln_f", "gpt_neox.final_layer_norm"),
         ),

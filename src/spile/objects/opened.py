@@ -93,7 +93,7 @@ class OpenedFile:
         if replaced and not self._told:
             self._told = True
             _log.warning(
-                "%s: another file was put in its place; this run goes on with the one that it "
+                "%s: another file was put in its place; this run continues with the one that it "
                 "opened, but a later run will be refused unless the contents are the same",
                 self,
             )

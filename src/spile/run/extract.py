@@ -201,7 +201,7 @@ class Extraction(RunContext):
         if not world.share("complete", ledger.complete(table)):
             if table.shuffled:
                 raise StoreError(
-                    f"{ledger.objects.url}: rows of a shuffled dataset are missing; shuffle anew"
+                    f"{ledger.objects.url}: rows of a shuffled dataset are missing; shuffle again"
                 )
             self.work(parts)
             if world.leads:
@@ -325,7 +325,7 @@ def _tell_passes_behind(ledger: Ledger, table: Table) -> None:
         if each.is_behind(table):
             taps = ",".join(found.recipe.taps)
             _log.warning(
-                "%s lack the new documents; the dataset reads without those until you run "
+                "%s lack the new documents; the dataset is read without those until you run "
                 "spile extract --out %s --add-taps %s", taps, ledger.url, taps,
             )  # fmt: skip
 

@@ -164,7 +164,7 @@ class Model:
         """
         if isinstance(self._weights, SweptModel):
             raise ConfigError(
-                "to: a model whose blocks are streamed stays on its mesh; load it anew"
+                "to: a model whose blocks are streamed stays on its mesh; load it again"
             )
         place = _placed(self._settings.place.device, self.arch, mesh)
         if place.shards is None:

@@ -122,7 +122,7 @@ def test_what_cannot_be_followed_is_refused_of_the_owned_alone(
     act: Callable[[str], str],
 ) -> None:
     assert act(lifted("said")) == act("said")
-    with pytest.raises(InputError, match="longer be told"):
+    with pytest.raises(InputError, match="speaker cannot be determined"):
         act(owned_whole("said", (0, 0)))
 
 

@@ -182,7 +182,7 @@ def test_arrays_beside_other_files_of_a_folder_are_left_aside(tmp_path: Path) ->
     assert [file.path.name for file in find_files(str(tmp_path))] == ["a.bin", "b.bin"]
     (tmp_path / "c.jsonl").write_text('{"text": "x"}\n')
     assert [file.path.name for file in find_files(str(tmp_path))] == ["c.jsonl"]
-    with pytest.raises(InputError, match="of a kind"):
+    with pytest.raises(InputError, match="of one kind"):
         settle_ids(Recipe(), find_files(f"{tmp_path}/*"), 100)
     with pytest.raises(ConfigError, match="--doc-separator is for .bin"):
         settle_ids(Recipe(doc_separator="eos"), find_files(str(tmp_path)), 100)

@@ -80,7 +80,7 @@ def test_other_files_of_a_folder_are_left_aside_and_said(
     (tmp_path / "README.md").write_text("words\n")
     with caplog.at_level(logging.WARNING, "spile"):
         assert [task.id for task in read_tasks(str(tmp_path))] == ["a"]
-    assert "1 files that are not .json left aside" in caplog.text
+    assert "1 files skipped that are not .json" in caplog.text
 
 
 def with_grid(grid: Any, part: str = "train", key: str = "output") -> dict[str, Any]:

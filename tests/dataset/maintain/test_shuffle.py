@@ -325,7 +325,7 @@ def test_the_command_shuffles_and_other_verbs_work_on_the_result(
     assert spile.extract(spile.Recipe(), dest).rows == made.rows, "it is complete"
     for lost in (fmt.MANIFEST, fmt.CURRENT.segment_key(0), fmt.CURRENT.done_key(0)):
         (Path(dest) / lost).unlink()
-    with pytest.raises(StoreError, match="rows of a shuffled dataset are missing; shuffle anew"):
+    with pytest.raises(StoreError, match="rows of a shuffled dataset are missing; shuffle again"):
         spile.extract(spile.Recipe(), dest)
     wrong = run("shuffle", out, tmp_path / "x", "--memory", "much")
     assert (wrong.code, "--memory must be a number" in wrong.err) == (2, True)

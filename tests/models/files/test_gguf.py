@@ -231,7 +231,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "half the biases": ("llama", {}, {"blk.0.attn_q.bias": np.ones(64, np.float32)}, "attn_k"),
     "unknown tensor": ("llama", {}, {"blk.0.ffn_gate_inp.weight": ONES}, "ffn_gate_inp"),
     "shape": ("llama", {}, {"output_norm.weight": ONES}, r"shape \(8,\), expected \(64,\)"),
-    "frequencies": ("llama", {}, {"rope_freqs.weight": ONES * 3}, "no rotary scaling"),
+    "frequencies": ("llama", {}, {"rope_freqs.weight": ONES * 3}, "not a known rotary scaling"),
     "frequencies elsewhere": ("qwen2", {}, {"rope_freqs.weight": ONES}, "rope_freqs.weight is not"),
     "scaled twice": ("llama 3", {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}, {},
                      "second scaling"),

@@ -106,7 +106,7 @@ def test_a_world_that_nobody_else_came_to_names_who_is_missing(
     present.start()
     (tmp_path / "go").touch()
     assert ended(member) == ABORTED
-    assert "processes 0, 1 of 3 never came" in member.last_line
+    assert "processes 0, 1 of 3 never joined" in member.last_line
     for presence in (old, present):
         presence.close("done")
 
@@ -125,7 +125,7 @@ def test_a_world_that_had_begun_its_work_misses_nobody(
         "os.abort()"
     )
     assert ended(member) == ABORTED
-    assert "a process was not heard of, and the world ended with it" in member.last_line
+    assert "a process stopped answering, and the world ended with it" in member.last_line
 
 
 def came(folder: Path, process: int, *, start: bool = True) -> Presence:

@@ -86,7 +86,7 @@ class OwnedText(str):
         """Return the plain text for an operation that cannot be tracked; refuse an owned one."""
         if self._runs:
             raise InputError(
-                f"it {act} a message's text, so its speaker can no longer be told; give a "
+                f"it {act} a message's text, so its speaker cannot be determined; give a "
                 "simpler template with --template"
             )
         return str.__str__(self)
@@ -222,7 +222,7 @@ def sole_owner(texts: Iterable[str], act: str) -> Owner | None:
     messages = {message for message, _ in owners}
     if partly or len(messages) > 1:
         raise InputError(
-            f"it {act} a text that belongs only in part to one message, so its speaker can no "
-            "longer be told; give a simpler template with --template"
+            f"it {act} a text that belongs only in part to one message, so its speaker cannot "
+            "be determined; give a simpler template with --template"
         )
     return owners.pop() if len(owners) == 1 else next(((message, 0) for message in messages), None)

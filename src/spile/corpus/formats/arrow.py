@@ -79,7 +79,7 @@ def _messages(stream: BinaryIO) -> Iterator[_Message]:
         stream.seek(position)
         mark, length = _PREFIX.unpack(stream.read(_PREFIX.size))
         if mark != _MARK:
-            raise ValueError("a message does not begin as they do")
+            raise ValueError("a message begins with the wrong bytes")
         if length == 0 and not first:
             return
         if not 0 < length <= min(_MOST_HEADER, size - position):
@@ -100,7 +100,7 @@ def _parsed(header: bytes) -> tuple[int, int, int]:
     content = _field(header, message, 2)
     length = _field(header, message, 3)
     if kind is None or content is None:
-        raise ValueError("a message says nothing of itself")
+        raise ValueError("a message has no header")
     of_kind = _number(header, "<B", kind)
     body = 0 if length is None else _number(header, "<q", length)
     rows = 0
@@ -108,7 +108,7 @@ def _parsed(header: bytes) -> tuple[int, int, int]:
         at = _field(header, content + _number(header, "<I", content), 0)
         rows = 0 if at is None else _number(header, "<q", at)
     if body < 0 or not 0 <= rows <= _MOST_ROWS:
-        raise ValueError("a message has a size that cannot be")
+        raise ValueError("a message has an impossible size")
     return of_kind, rows, body
 
 
@@ -124,7 +124,7 @@ def _field(data: bytes, table: int, number: int) -> int | None:
 
 def _number(data: bytes, form: str, at: int) -> int:
     if at < 0:  # struct would count from the end
-        raise ValueError("a message points out of itself")
+        raise ValueError("a message has an impossible offset")
     return struct.unpack_from(form, data, at)[0]
 
 

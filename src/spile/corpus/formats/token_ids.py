@@ -61,8 +61,8 @@ class FlatArray:
         for data in pieces:
             if len(data) % self.dtype.itemsize:
                 raise InputError(
-                    f"{path}: its size is no multiple of {self.dtype.itemsize}, as that of an "
-                    f"array of {self.dtype.name} is; say --tokens-dtype"
+                    f"{path}: its size is not a multiple of {self.dtype.itemsize} bytes, the size "
+                    f"of {self.dtype.name}; give --tokens-dtype"
                 )
             yield data
 
@@ -70,8 +70,8 @@ class FlatArray:
         """Refuse a large array that is one document: this separator did not cut it."""
         if self.separator is not None and documents == 1 and size_of(path) > MAX_DOC_BYTES:
             raise InputError(
-                f"{path}: is all one document, since token {self.separator} is not in it; say what "
-                "separates them with --doc-separator, or none"
+                f"{path}: is one document, since token {self.separator} is not in it; give the "
+                "separator with --doc-separator, or none"
             )
 
     def documents(
@@ -123,7 +123,7 @@ class TokenIds:
             width = f", or are not {self.flat.dtype.name}: --tokens-dtype" if self.flat else ""
             raise ValueError(
                 f"token {place} is {ids[place]}, and the model's ids go from 0 to "
-                f"{self.vocabulary - 1}; these are of another tokenizer{width}"
+                f"{self.vocabulary - 1}; these come from another tokenizer{width}"
             )
         return CorpusDocument(ids=ids.astype("<i4"))
 
@@ -181,11 +181,13 @@ def settle_ids(recipe: Recipe, files: list[CorpusFile], vocabulary: int) -> Reci
     flat = [file for file in files if file.format.holds_ids]
     if flat and len(flat) < len(files):
         other = next(file.path for file in files if not file.format.holds_ids)
-        raise InputError(f"{flat[0].path} holds token ids, {other} does not; name those of a kind")
+        raise InputError(
+            f"{flat[0].path} holds token ids, {other} does not; give files of one kind"
+        )
     if not flat:
         for name in ("tokens_dtype", "doc_separator"):
             if getattr(recipe, name):
-                raise ConfigError(f"{flag_of(name)} is for .bin files; {files[0].path} is none")
+                raise ConfigError(f"{flag_of(name)} is for .bin files; {files[0].path} is not one")
         recipe = replace(recipe, tokens_column=recipe.tokens_column or _found(recipe, files))
         if recipe.tokens_column is None:
             return recipe
@@ -267,6 +269,4 @@ def _refuse_wider(file: CorpusFile) -> None:
         head = file.read(stream, _HEAD)
     ids = np.frombuffer(head[: len(head) // 4 * 4], "<u2")
     if len(ids) >= _FEWEST and not ids[1::2].any():
-        raise InputError(
-            f"{file.path}: every other number is 0, as if it were uint32; say --tokens-dtype"
-        )
+        raise InputError(f"{file.path}: every other number is 0, as in uint32; give --tokens-dtype")

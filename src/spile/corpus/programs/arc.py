@@ -84,7 +84,7 @@ def _from_folder(folder: AnyPath) -> _Found:
     known = [file for file in files if file.name.lower().endswith(".json")]
     if len(known) < len(files):
         _log.warning(
-            "arc: %s: %d files that are not .json left aside", folder, len(files) - len(known)
+            "arc: %s: %d files skipped that are not .json", folder, len(files) - len(known)
         )
     with ThreadPoolExecutor(_READERS) as pool:
         for file, data in zip(known, pool.map(_bytes, known), strict=True):

@@ -432,7 +432,7 @@ class Program:
             module, function, argument = _ALIASES[match[1]]
             given = _arguments(shown, match[3])
             if argument in given:
-                raise ConfigError(f"{shown}: {argument} is what stands before the parenthesis")
+                raise ConfigError(f"{shown}: {argument} is given before the parenthesis")
             return cls(module, function, {argument: _absolute(match[2]), **given})
         if match := _FILE.fullmatch(corpus):
             where = os.path.abspath(match[1])

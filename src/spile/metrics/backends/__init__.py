@@ -86,7 +86,7 @@ def open_backends(chosen: list[ChosenBackend], run: MetricsRun) -> dict[str, Bac
         try:
             opened[each.name] = each.opening(each.argument, run)
         except Exception as error:
-            _log.warning("--metrics %s: %s; the run goes on without it", each.name, line(error))
+            _log.warning("--metrics %s: %s; the run continues without it", each.name, line(error))
     return opened
 
 

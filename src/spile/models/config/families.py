@@ -19,10 +19,10 @@ FAMILIES: tuple[Family, ...] = (
     *DELTA_NETS,
     *STATE_SPACES,
 )
-_BY_CHANNEL = "its states decay by channel, which is not computed here"
-_SPARSE_ATTENTION = "an indexer chooses the keys that each token sees, which is not computed here"
-_SEVERAL_STREAMS = "its blocks predict and correct four streams at once, and every tap has one"
-_ENCODER = "its tokens see those after them, and attention here is causal"
+_BY_CHANNEL = "its states decay by channel, which Spile does not compute"
+_SPARSE_ATTENTION = "an indexer chooses the keys that each token sees, which Spile does not compute"
+_SEVERAL_STREAMS = "its blocks update four streams at once, but a tap has one"
+_ENCODER = "its tokens see later tokens, but Spile's attention is causal"
 # Classes of transformers that are refused with a reason; others are refused as unknown.
 REFUSED = {
     "DeepseekV32ForCausalLM": _SPARSE_ATTENTION,

@@ -230,7 +230,7 @@ def _hybrid_layers(config: ConfigKeys, count: int) -> tuple[Layer, ...]:
     numbers = tuple(range(family.first_listed, family.first_listed + count))
     if "attention_layers" in reads and (given := config.get("attention_layers")) is not None:
         if not are_kinds(given, numbers):
-            raise config.error(f"{given!r} is no list of the layers that attend")
+            raise config.error(f"{given!r} is not a list of the layers that attend")
         attend = [number - family.first_listed for number in given]
         others = sorted({*numbers} - {*given})
         if "linear_layers" in reads and config.get("linear_layers") != others:

@@ -168,7 +168,7 @@ def _llama3(stated: _Stated) -> dict[str, Any]:
             turns = {"high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
             length = {"original_max_position_embeddings": original}
             return {"rope_scaling": {"factor": factor, **turns, **length}}
-    raise InputError(f"{stated.where}: rope_freqs.weight is no rotary scaling that is known")
+    raise InputError(f"{stated.where}: rope_freqs.weight is not a known rotary scaling")
 
 
 def _gemma2(layers_of_27b: int, stated: _Stated) -> dict[str, Any]:

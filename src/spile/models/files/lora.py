@@ -231,7 +231,7 @@ def _match(
     for name, info in header.items():
         found = _NAME.fullmatch(name)
         if found is None:
-            faults.append(f"{name} is no part of a LoRA that is supported")
+            faults.append(f"{name} is not part of a supported LoRA")
         elif info.dtype.name not in _FLOATS:
             faults.append(f"{name} holds {info.dtype.name}, not floats")
         else:

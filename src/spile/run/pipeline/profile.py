@@ -124,7 +124,7 @@ class ProfiledStep:
                 self._profile.directory, create_perfetto_trace=True, profiler_options=options
             )
         except Exception as error:
-            _log.warning("--profile: %s; the run goes on without a trace", error)
+            _log.warning("--profile: %s; the run continues without a trace", error)
         else:
             self._tracing = True
 
@@ -135,7 +135,7 @@ class ProfiledStep:
             try:
                 jax.profiler.stop_trace()
             except Exception as error:
-                _log.warning("--profile: %s; the run goes on without a trace", error)
+                _log.warning("--profile: %s; the run continues without a trace", error)
         elif self._count <= self._profile.first:
             _log.warning("--profile: there were only %d steps; nothing was traced", self._count)
 

@@ -136,11 +136,11 @@ def _why(rank: Rank, objects: Objects, before: Mapping[str, Any], child: int) ->
         names = ", ".join(map(str, missing))
         return (
             f"{'processes' if len(missing) > 1 else 'process'} {names} of "
-            f"{rank.processes} never came; start every one of them"
+            f"{rank.processes} never joined; start all of them"
         )
     others = {n: records for n, records in came.items() if n != rank.process}
     gone = [n for n, records in others.items() if all(map(process_ended, records))]
-    who = f"process {', '.join(map(str, gone))} is gone" if gone else "a process was not heard of"
+    who = f"process {', '.join(map(str, gone))} is gone" if gone else "a process stopped answering"
     if len(gone) > 1:
         who = f"processes {', '.join(map(str, sorted(gone)))} are gone"
     return f"{who}, and the world ended with it"
