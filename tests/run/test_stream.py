@@ -77,7 +77,7 @@ def test_an_epoch_gives_the_rows_of_an_extraction_bit_for_bit(
 
 def test_unshuffled_it_is_the_dataset_in_its_order(both: tuple[spile.Dataset, Recipe]) -> None:
     ds, chosen = both
-    found = list(spile.stream(chosen, RUNTIME, batch_size=333, window=100, shuffle=None))
+    found = list(spile.stream(chosen, RUNTIME, batch_size=333, window=100, shuffle=False))
     assert same(found, list(ds.batches(TAPS, 333, shuffle=None)))
 
 

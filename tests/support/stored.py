@@ -152,6 +152,7 @@ def make_table(
     units: Sequence[Sequence[int]] = UNITS,
     taps: Taps = TAPS,
     dtype: str = "float32",
+    first_docs: Sequence[int] | None = None,
     **changes: Any,
 ) -> Table:
     recipe = ResolvedRecipe(
@@ -178,7 +179,8 @@ def make_table(
             **changes,
         }  # fmt: skip
     )
-    first_docs = np.cumsum([0, *(len(lengths) for lengths in units)]).tolist()
+    if first_docs is None:  # (otherwise, as in a drawn order)
+        first_docs = np.cumsum([0, *(len(lengths) for lengths in units)]).tolist()
     return Table(
         recipe=recipe,
         fingerprint=recipe.fingerprint(),
@@ -364,7 +366,8 @@ def build(
 ) -> Stored:
     """Make a dataset of random rows.
 
-    `commit` names the units to do, all if not given; `changes` go into the recipe; `tokenizer` are
+    `first_docs`: the first document of each unit, if the corpus was read in a drawn order. `commit`
+    names the units to do, all if not given; `changes` go into the recipe; `tokenizer` are
     the tokenizer's files. The scales of int8 are stored in any case. `grown`: for each generation
     that adds to the table, how many units there are before it; each is finished before the next.
     `scales_of`: another dataset, whose scales of int8 this one has, as if they were its own.

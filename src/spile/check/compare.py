@@ -28,7 +28,8 @@ from spile.core.errors import ConfigError, StoreError
 from spile.core.libraries import import_library
 from spile.core.recipe import latent_names
 from spile.dataset import format as fmt
-from spile.dataset.read.dataset import Dataset, Document
+from spile.dataset.read.dataset import Dataset
+from spile.dataset.read.document import Document
 from spile.dataset.read.opening import open_dataset
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import live_passes

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from spile.core.errors import ConfigError
-from spile.core.index import FIRST, FLAGS, SPECIALS
+from spile.core.index import FIRST, FLAGS, NAMED_FLAGS, SPECIALS
 from spile.core.options import listed
 
 _MAX_CHARACTERS = 1000
@@ -161,7 +161,6 @@ class _Evaluator(ABC):
 
 # -- rows: --where and --every ---------------------------------------------------------------------
 
-_SWITCHES = {**FLAGS, "special": SPECIALS}  # flags by name, with the bits of each
 _LIMIT = 1 << 62  # every integer n, given or computed, satisfies -_LIMIT < n < _LIMIT
 
 # Upper bounds (exclusive) of the columns; the lower bound is 0.
@@ -231,7 +230,7 @@ class RowFilter:
     @property
     def flags(self) -> dict[str, int]:
         """The flags that `where` names, with their bits in the index."""
-        return {name: _SWITCHES[name] for name in self._names if name in _SWITCHES}
+        return {name: NAMED_FLAGS[name] for name in self._names if name in NAMED_FLAGS}
 
     @property
     def by_document(self) -> bool:
@@ -426,7 +425,7 @@ class _RowEvaluator(_Evaluator):
 
     def switch(self, node: ast.expr) -> Any:
         assert isinstance(node, ast.Name), ast.dump(node)
-        return self._index["flags"] & _SWITCHES[node.id] != 0
+        return self._index["flags"] & NAMED_FLAGS[node.id] != 0
 
     def value(self, node: ast.expr) -> Any:
         match node:

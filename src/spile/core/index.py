@@ -12,6 +12,8 @@ ROLES = {"system": 64, "user": 128, "assistant": 256, "tool": 512, "template": 1
 FLAGS = {
     "bos": BOS, "eos": EOS, "special": SPECIAL, "first": FIRST, "last": LAST, "end": END, **ROLES,
 }  # fmt: skip
+# Flags as conditions and tables name them, with the bits of each: `special` is any special token.
+NAMED_FLAGS = {**FLAGS, "special": SPECIALS}
 
 # Columns are stored as tensors with these names and types.
 INDEX_DTYPE = np.dtype(

@@ -49,7 +49,7 @@ def stream(
     batch_size: int = 4096,
     index: bool = True,
     seed: int = 0,
-    shuffle: Literal["window"] | None = "window",
+    shuffle: Literal["window"] | bool | None = "window",
     window: int | str = 1 << 16,
     epochs: int | None = 1,
     where: str | None = None,
@@ -67,15 +67,16 @@ def stream(
 
     Args:
         taps: some of the recipe's; all if not given.
-        shuffle: "window": units in random order, and rows within each window; None: stored order.
+        shuffle: True or "window": units in random order, and rows within each window; False or
+            None: stored order.
         window: rows held (and as many computed ahead), or bytes of them, as in "512MiB".
         counters: the counters of the stages, for those who watch.
     """
     runtime = runtime or Runtime()
     if find_rank(runtime, os.environ):
         raise ConfigError("spile.stream runs in one process, on all of its devices")
-    if shuffle not in ("window", None):
-        raise ConfigError(f"shuffle is 'window' or None, not {shuffle!r}")
+    if shuffle not in ("window", True, False, None):
+        raise ConfigError(f"shuffle is True, False or 'window', not {shuffle!r}")
     options = BatchOptions(
         batch_size,
         index=index,

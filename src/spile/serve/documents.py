@@ -22,7 +22,8 @@ from spile.core.index import FIRST, FLAGS
 from spile.core.recipe import ResolvedRecipe
 from spile.core.threads import mapped
 from spile.corpus.tokenize import TextTokenizer
-from spile.dataset.read.dataset import Dataset, Document
+from spile.dataset.read.dataset import Dataset
+from spile.dataset.read.document import Document
 from spile.dataset.read.latents import pair_of
 from spile.dataset.read.rows import runs
 from spile.dataset.read.texts import Texts

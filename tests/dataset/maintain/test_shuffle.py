@@ -21,8 +21,9 @@ from spile.dataset.maintain.compact import compact
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.shuffle import Shuffled, shuffle
 from spile.dataset.maintain.verify import verify
-from spile.dataset.read.dataset import Dataset, TapGroup
+from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.opening import open_dataset
+from spile.dataset.read.tap_groups import TapGroup
 from spile.dataset.records.ledger import Ledger
 from spile.objects import LocalObjects, MemoryObjects, Objects, open_objects
 from support import servers, stored, tiny, zygote

@@ -117,6 +117,27 @@ def test_without_shuffling_rows_come_as_stored(source: stored.Stored, ds: spile.
     assert np.array_equal(rows, np.arange(ROWS))
 
 
+def test_shuffle_may_be_true_or_false_as_in_torch(ds: spile.Dataset) -> None:
+    assert same(list(batches(ds, shuffle=True)), list(batches(ds)))
+    assert same(list(batches(ds, shuffle=False, seed=1)), list(batches(ds, shuffle=None)))
+    state = batches(ds, shuffle=False).state_dict()
+    assert state == batches(ds, shuffle=None).state_dict()
+    with pytest.raises(ConfigError, match="shuffle is True, False, 'window' or 'full', not 'all'"):
+        batches(ds, shuffle="all")
+
+
+def test_batches_say_what_they_are_and_where_they_stand(ds: spile.Dataset) -> None:
+    shuffled = batches(ds, epochs=2, seed=3)
+    next(shuffled)
+    assert repr(shuffled) == (
+        "<spile batches of 100 rows (resid_post.0, mlp_out.1): 3,158 rows an epoch, "
+        "shuffle='window', seed=3; at row 100 of epoch 0 of 2>"
+    )
+    assert "in stored order; at row 0 of epoch 0 of no end>" in repr(
+        batches(ds, shuffle=False, epochs=None)
+    )
+
+
 def test_neighbours_are_parted(source: stored.Stored, ds: spile.Dataset) -> None:
     rows = order(source, list(batches(ds, window=1 << 16)))
     # of a random permutation's neighbours, 2 / rows are neighbours in the file

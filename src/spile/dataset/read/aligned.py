@@ -72,8 +72,8 @@ class AlignedDatasets:
         told = ", ".join(f"{side}={dataset.url!r}" for side, dataset in self.sides.items())
         return f"spile.align({told}): {self.num_tokens:,} rows"
 
-    def read(self, tap: str, start: int, stop: int) -> np.ndarray:
-        """Return rows of a tap of one side."""
+    def read(self, tap: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return rows of a tap of one side, as `Dataset.read` does."""
         dataset, tap = self._found(tap)
         return dataset.read(tap, start, stop)
 

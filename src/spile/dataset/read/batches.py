@@ -41,6 +41,16 @@ class Batches:
             raise TypeError("batches without end have no length")
         return self._options.epochs * self._schedule.batches_from(0)
 
+    def __repr__(self) -> str:
+        names = ", ".join(name for view in self.views for name in view.names)
+        epoch = f"epoch {self._cursor.epoch} of {self._options.epochs or 'no end'}"
+        shuffle = self._options.shuffle
+        told = f"shuffle={shuffle!r}, seed={self._options.seed}" if shuffle else "in stored order"
+        return (
+            f"<spile batches of {self._options.batch_size:,} rows ({names}): {self.rows:,} rows an "
+            f"epoch, {told}; at row {self._cursor.position:,} of {epoch}>"
+        )
+
     @property
     def rows(self) -> int:
         """The number of rows in an epoch, over all ranks."""

@@ -4,109 +4,47 @@ Row numbers count the dataset's rows in stored order: unit by unit, and within a
 """
 
 import importlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from spile.core.errors import ConfigError, CorruptError, StoreError
-from spile.core.expressions import DocumentFilter, RowFilter, split_condition
-from spile.core.index import DOCUMENT_COLUMNS, INDEX_DTYPE
+from spile.core.errors import ConfigError, StoreError
+from spile.core.index import INDEX_DTYPE
 from spile.core.recipe import ResolvedRecipe, latent_names
 from spile.core.tap_order import sorted_taps
-from spile.core.threads import mapped
 from spile.dataset import format as fmt
-from spile.dataset.codec.columns import ColumnFile, read_columns
-from spile.dataset.codec.documents import joined, read_documents
+from spile.dataset.codec.columns import read_columns
 from spile.dataset.codec.quantization import DECODED, encode
 from spile.dataset.codec.shard import read_tensors
 from spile.dataset.codec.statistics import TapStats, merged
-from spile.dataset.format import Done, Shard
+from spile.dataset.format import Shard
 from spile.dataset.read.batches import Batches
 from spile.dataset.read.checked_file import CheckedObjects
+from spile.dataset.read.choice import RowChoice, row_choice
+from spile.dataset.read.document import Document
 from spile.dataset.read.latents import Latents, read_latents
-from spile.dataset.read.order import BatchOptions, Normalize, Order, RowChoice, Shuffle
-from spile.dataset.read.rows import StoredRows, runs
+from spile.dataset.read.order import BatchOptions, Normalize, Order, Shuffle
+from spile.dataset.read.pooled import PoolBy, PooledRows, pooled
+from spile.dataset.read.rows import StoredRows
+from spile.dataset.read.tables import DocumentTables, index_table
+from spile.dataset.read.tap_groups import TapGroup, rooted, taps_of
+from spile.dataset.read.tap_rows import TapRows, refuse_if_large
 from spile.dataset.read.window import View
-from spile.dataset.records.segments import Catalog, Totals
-from spile.dataset.records.table import Table, read_tokenizer
+from spile.dataset.records.segments import Totals
+from spile.dataset.records.table import read_tokenizer
 from spile.objects import Objects, open_objects
 from spile.objects.cache import cached
-from spile.objects.rooted import RootedObjects
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from spile.dataset.read.texts import Texts
-
-_TABLES = 2  # documents tables to keep, for consecutive requests
-_MATCHED = 4096  # documents that a condition is applied to at a time
-
-
-@dataclass(frozen=True)
-class Document:
-    """One document in reading order: its index, and its rows of any tap."""
-
-    index: np.ndarray
-    _dataset: "Dataset"
-    rows: np.ndarray  # their numbers in the dataset
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """The document's entry in the documents table: its columns, a preview, counts."""
-        return self._dataset.about(int(self.index["doc"][0]))
-
-    def read(self, tap: str) -> np.ndarray:
-        """Return the document's rows of a tap, in reading order."""
-        shape, dtype = self._dataset.shape(tap), self._dataset.dtype(tap)
-        out = np.empty((len(self.rows), *shape), dtype)
-        bounds = runs(self.rows)
-        for start, stop in zip(bounds, bounds[1:], strict=False):
-            first = int(self.rows[start])
-            out[start:stop] = self._dataset.read(tap, first, first + stop - start)
-        return out
-
-    __getitem__ = read
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __repr__(self) -> str:
-        doc = int(self.index["doc"][0])
-        return f"<spile document {doc}: {len(self):,} rows of {self._dataset.url}>"
-
-
-@dataclass(frozen=True)
-class TapGroup:
-    """The taps that a dataset was made with, or those of a pass.
-
-    Attributes:
-        prefix: the folder of the pass; empty for the dataset itself.
-        units: those that are done.
-        scales: the scale of each channel, for taps that are stored with scales.
-        merged: the file that holds the statistics of all rows, if there is one.
-    """
-
-    table: Table
-    units: Catalog
-    scales: Mapping[str, np.ndarray]
-    merged: ColumnFile | None = None
-    prefix: str = ""
-
-    def pickled(self) -> tuple[Any, ...]:
-        scales = dict(self.scales)
-        return self.table, self.units.parts, self.units.rows, scales, self.merged, self.prefix
-
-    @classmethod
-    def unpickled(cls, objects: Objects, *told: Any) -> "TapGroup":
-        table, parts, rows, scales, merged, prefix = told
-        units = Catalog(_rooted(objects, prefix), table.layout, parts, rows)
-        return cls(table, units, scales, merged, prefix)
 
 
 class Dataset:
@@ -134,13 +72,15 @@ class Dataset:
         if verify:
             self._objects = cast(Objects, CheckedObjects(self._objects, self._file_of))
         first, *passes = parts
-        self._part_of = _taps_of(parts, only)
+        self._part_of = taps_of(parts, only)
         taps = {tap: part.table.taps[tap] for tap, part in self._part_of.items()}
         self._table = replace(first.table, taps=taps)
         self._units = first.units.with_passes({part.prefix: part.units for part in passes})
         scales = {tap: scale for part in parts for tap, scale in part.scales.items()}
         self._stored = StoredRows(self._objects, self._table, self._units, scales)
-        self._table_of = lru_cache(_TABLES)(self._read_table)
+        self._tables = DocumentTables(
+            self._objects, self._units, self._table.units, self._table.recipe.keep
+        )
         self._aliases = {alias: tap for tap, info in taps.items() for alias in info.aliases}
 
     def __reduce__(self) -> Any:
@@ -167,6 +107,35 @@ class Dataset:
         if self._verify:
             return self
         return Dataset(self._store, self._parts, True, self._tokenizer, self._only, self._cache)
+
+    def __len__(self) -> int:
+        """The number of rows of every tap; `num_documents` is that of documents."""
+        return self.num_tokens
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getitem__(self, tap: str) -> TapRows:
+        """Return a tap as an array that is read when it is sliced: `ds["resid_post.9"][:100]`."""
+        if not isinstance(tap, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                f"ds[{tap!r}]: name a tap, as in ds[{self.taps[0]!r}][:100]; batches for torch "
+                "come from spile.TorchLoader(ds, taps, 4096)"
+            )
+        return TapRows(self, self._stored, self.name(tap))
+
+    __iter__ = None  # (or Python would try ds[0], ds[1], …)
+
+    def close(self) -> None:
+        """Drop open files and tables in memory, as the end of `with` does; reading opens again."""
+        self._stored.forget()
+        self._tables.forget()
+
+    def __enter__(self) -> "Dataset":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     @property
     def taps(self) -> list[str]:
@@ -276,12 +245,23 @@ class Dataset:
         """Return the number of values in a row."""
         return self._table.taps[self.name(tap)].width
 
-    def read(self, tap: str, start: int, stop: int) -> np.ndarray:
+    def read(self, tap: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return rows start..stop of a tap; a view of the file if one shard holds them undecoded.
 
         There are fewer rows if `stop` is beyond the last. Rows count from 0, never from the end.
+
+        Rows come in stored order: documents are packed, so neither documents nor their parts are in
+        the order of the corpus, and labels in that order do not belong to these rows. `index` names
+        the document of each row; `pooled` returns one row for each document, beside its columns.
+
+        Args:
+            stop: the row after the last. Without it, all rows from `start` on are read, if they
+                take at most 4 GiB.
         """
         tap = self.name(tap)
+        if stop is None:
+            stop = self.num_tokens
+            refuse_if_large(self, tap, stop - start)
         start, stop = self._bounds(start, stop)
         pieces = list(self._stored.pieces(tap, start, stop))
         for shard, _, _ in pieces:
@@ -314,6 +294,14 @@ class Dataset:
         """Return the index entries of rows start..stop: token_id, doc, offset, pos, flags."""
         return self._stored.index(*self._bounds(start, stop))
 
+    def index_table(self, start: int = 0, stop: int | None = None) -> Any:
+        """Return index entries as a pyarrow.Table: row numbers, columns, flags as booleans.
+
+        The flags have their names in `where`; `special` is any special token.
+        """
+        stop = self.num_tokens if stop is None else stop
+        return index_table(self.index(start, stop), self._bounds(start, stop)[0])
+
     def _bounds(self, start: int, stop: int) -> tuple[int, int]:
         if start < 0 or stop < 0:
             raise ConfigError(
@@ -330,8 +318,13 @@ class Dataset:
         """Return whether any row of a document is stored."""
         return any(len(rows) for rows in self._rows_of(doc))
 
-    def document(self, doc: int) -> Document:
-        """Return a document by its ordinal in the corpus; a shuffled dataset is searched for it."""
+    def document(self, doc: int | str) -> Document:
+        """Return a document, in reading order; a shuffled dataset is searched for it.
+
+        Args:
+            doc: its ordinal in the corpus, or its value of the kept column `id`, a text.
+        """
+        doc = self._tables.ordinal(doc)
         rows = np.concatenate([np.empty(0, np.int64), *self._rows_of(doc)])
         if len(rows):
             entries = np.empty(len(rows), INDEX_DTYPE)
@@ -353,7 +346,7 @@ class Dataset:
                 `spile.open(..., tokenizer=DIR)` names one.
             CorruptError: if the dataset's own is damaged.
         """
-        found = self._with_tokenizer.tokenizer
+        found = self.texts.tokenizer
         assert found is not None
         return found
 
@@ -366,17 +359,17 @@ class Dataset:
             return {}
         return read_tokenizer(self._store, self._table)
 
-    def tokens(self, doc: int) -> list[str]:
+    def tokens(self, doc: int | str) -> list[str]:
         """Return the text of each stored token of a document, one per row of `document(doc)`."""
-        texts = self._with_tokenizer
-        return [piece for run in texts.runs(self.document(doc).index) for piece in run]
+        return self.document(doc).tokens
 
-    def text(self, doc: int) -> str:
+    def text(self, doc: int | str) -> str:
         """Return the text of a document's stored tokens, also special ones; `…` marks gaps."""
-        return self._with_tokenizer.text(self.document(doc).index)
+        return self.document(doc).text
 
     @property
-    def _with_tokenizer(self) -> "Texts":
+    def texts(self) -> "Texts":
+        """The stored tokens as text; an error if there is no tokenizer."""
         if self._texts.tokenizer is None:
             raise ConfigError(
                 f"{self.url}: {self._texts.missing}: open it with tokenizer=DIRECTORY"
@@ -388,14 +381,9 @@ class Dataset:
         texts: Any = importlib.import_module("spile.dataset.read.texts")  # (rarely needed)
         return texts.Texts(self.recipe, self._tokenizer, self.tokenizer_files())
 
-    def about(self, doc: int) -> dict[str, Any]:
+    def about(self, doc: int | str) -> dict[str, Any]:
         """Return a document's entry in the documents table; a skipped one has the reason."""
-        for _, unit, place in self._units_with(doc):
-            row = self._documents(unit).slice(place, 1).to_pylist()
-            if not row or row[0]["doc"] != doc:
-                raise CorruptError(unit.documents_table.key, f"does not name document {doc}")
-            return row[0]
-        raise StoreError(f"{self._objects.url}: no unit that is done has a document {doc}")
+        return self._tables.about(self._tables.ordinal(doc))
 
     def documents(self, columns: Sequence[str] | None = None, *, unit: int | None = None) -> Any:
         """Return every document of the corpus or of a unit, read or skipped, as a pyarrow.Table.
@@ -403,43 +391,53 @@ class Dataset:
         Args:
             columns: some of `document_columns`; all by default.
         """
-        chosen = self._known_columns(self.document_columns if columns is None else columns)
-        if unit is not None:
-            place = self._units.find(unit)
-            if place is None:
-                raise ConfigError(f"{self.url}: unit {unit} does not exist, or is not done")
-            return self._documents(self._units[place]).select(chosen)
-        return joined(table.select(chosen) for table in self._document_tables())
-
-    def _document_tables(self) -> Iterator[Any]:
-        """Yield the documents table of each unit; a few are read ahead."""
-        files = (done.documents_table for done in self._units)
-        return mapped(self._read_table, files, self._objects.parallel)
+        return self._tables.table(columns, unit)
 
     @property
     def document_columns(self) -> list[str]:
-        return [*DOCUMENT_COLUMNS, *self.recipe.keep]
+        """The columns of `documents`: its own, then those that were kept of the corpus."""
+        return self._tables.columns
+
+    @overload
+    def columns(self, name: str, /) -> np.ndarray: ...
+    @overload
+    def columns(self) -> dict[str, np.ndarray]: ...
+    @overload
+    def columns(self, name: str, other: str, /, *more: str) -> dict[str, np.ndarray]: ...
+    def columns(self, *names: str) -> np.ndarray | dict[str, np.ndarray]:
+        """Return columns of documents: one value for each document that has rows, in corpus order.
+
+        The values belong to `pooled(tap)`, row by row; they do not belong to rows of `read`, which
+        come in stored order. Texts are in an array of objects; a missing number is NaN.
+
+        Args:
+            names: some of `document_columns`. For one, its values; for several, a dictionary; by
+                default the ordinals (`doc`) and all columns that were kept of the corpus.
+        """
+        found = self._tables.arrays(names or ["doc", *self.recipe.keep])
+        return found[names[0]] if len(names) == 1 else found
+
+    def pooled(self, tap: str, by: PoolBy = "mean", *, where: str | None = None) -> PooledRows:
+        """Return one row for each document, in the order of the corpus, beside its columns.
+
+        `last = ds.pooled(tap, "last")` gives `last.rows` and, for the same documents,
+        `last["label"]`. Documents without rows are left out. Works for every dataset, also a
+        shuffled one, and reads the rows once (for "first" and "last", only those).
+
+        Args:
+            by: "mean" (summed in float64) or "max", of each channel; the "first" or the "last" row
+                of each document, by its place in the text.
+            where: the rows to pool, as in `batches`: "not special", "label == 'law'". Documents
+                without such rows are left out.
+        """
+        return pooled(self._stored, self._tables, self.name(tap), by, self._choice(where))
 
     def find(self, **columns: Any) -> list[int]:
         """Return the ordinals of documents with these values: `ds.find(id="doc-17")`.
 
         The documents of one unit are held at a time.
         """
-        self._known_columns(columns)
-        ordinals: list[int] = []
-        for table in self._document_tables():
-            found = np.ones(table.num_rows, bool)
-            for name, wanted in columns.items():
-                found &= np.array([value == wanted for value in table[name].to_pylist()], bool)
-            ordinals += (int(doc) for doc in table["doc"].to_numpy()[found])
-        return ordinals
-
-    def _known_columns(self, names: Iterable[str]) -> list[str]:
-        for name in names:
-            if name not in self.document_columns:
-                known = ", ".join(self.document_columns)
-                raise ConfigError(f"no column {name!r} of documents; there are {known}")
-        return list(names)
+        return self._tables.find(**columns)
 
     @property
     def nbytes(self) -> int:
@@ -487,7 +485,7 @@ class Dataset:
         """Return count, mean, variance, norms and extremes of a tap over the whole dataset."""
         tap, width = self.name(tap), self.width(tap)
         part = self._part_of[tap]
-        objects = _rooted(self._objects, part.prefix)
+        objects = rooted(self._objects, part.prefix)
         if part.merged is not None:
             return TapStats.from_tensors(tap, read_columns(objects, part.merged), width)
 
@@ -525,8 +523,11 @@ class Dataset:
             taps: any name of each tap; batches use the same names as keys.
             batch_size: rows of all ranks together.
             index: whether to include the index entries of the rows.
-            shuffle: "window" permutes blocks of rows, and rows within a window of blocks; "full"
-                permutes all rows, at eight bytes of memory for each; None keeps the stored order.
+            seed: the order follows from it: the same seed gives the same batches in every run,
+                and each epoch has an order of its own.
+            shuffle: True or "window" permutes blocks of rows, and rows within a window of blocks;
+                "full" permutes all rows, at eight bytes of memory for each; False or None keeps the
+                stored order, which `seed` does not change.
             window: rows to hold (and as many to read ahead), or their size, as in "512MiB".
             block: consecutive rows to read together; 256 on a disk, 8 MiB of rows on a bucket.
             epochs: number of epochs, each with its own order; None: without end.
@@ -568,78 +569,24 @@ class Dataset:
         """Return the order of rows in batches; a window holds `row_bytes` of each."""
         return Order(self._stored, options, row_bytes, self._choice(options.where))
 
+    def _choice(self, where: str | None) -> RowChoice | None:
+        if where is None:
+            return None
+        return row_choice(where, self.url, self.document_columns, self.documents)
+
     def index_digests(self) -> Iterator[str]:
         """Yield the digest of each unit's index: equal ones stand for the same rows."""
         for segment in self._units.segments():
             yield from segment.index_digests
 
-    def _choice(self, where: str | None) -> RowChoice | None:
-        """Return the chosen rows if `where` names columns of documents; otherwise None."""
-        if where is None:
-            return None
-        rows, documents = split_condition(where, self.document_columns)
-        if documents is None:
-            return None
-        condition = DocumentFilter(documents, "where")
-        for name in condition.columns:
-            if name not in self.document_columns:
-                raise ConfigError(condition.missing(self.url, name, self.document_columns))
-        table = self.documents([*dict.fromkeys(["doc", *condition.columns])])
-        # (A column with values of several types in the corpus is stored as text.)
-        found = [
-            row["doc"]
-            for batch in table.to_batches(_MATCHED)
-            for row in batch.to_pylist()
-            if condition.matches(row, untyped=True)
-        ]
-        if not found:
-            raise ConfigError(f"where {where!r}: matches no document of {self.url}")
-        chosen = RowFilter(rows, None) if rows else None
-        return RowChoice(where, chosen, np.sort(np.asarray(found, np.int64)))
-
-    def _documents(self, unit: Done) -> Any:
-        return self._table_of(unit.documents_table)
-
-    def _read_table(self, file: Shard) -> Any:
-        return read_documents(self._objects, file, self.recipe.keep)
-
     def _rows_of(self, doc: int) -> Iterator[np.ndarray]:
         """Yield the rows of a document, ascending, unit by unit."""
         places = range(len(self._units))
         if not self._table.shuffled:
-            places = [position for position, _, _ in self._units_with(doc)]
+            places = [position for position, _, _ in self._tables.units_with(doc)]
         for position in places:
             docs = self._stored.column(self._units[position].index.key, "doc")
             yield np.flatnonzero(docs == doc) + int(self._stored.starts[position])
-
-    def _units_with(self, doc: int) -> Iterator[tuple[int, Done, int]]:
-        """Yield a document's unit by position and record, and the document's place in the unit."""
-        unit, first, count = self._table.units.doc_runs
-        for run in np.flatnonzero((first <= doc) & (doc < first + count)).tolist():
-            position = self._units.find(int(unit[run]))
-            if position is not None:
-                # (Of a merged unit, the documents of earlier runs come before.)
-                begin = int(np.searchsorted(unit, int(unit[run])))
-                before = int(count[begin:run].sum())
-                yield position, self._units[position], before + doc - int(first[run])
-
-
-def _taps_of(parts: Sequence[TapGroup], only: Sequence[str] | None) -> dict[str, TapGroup]:
-    """Return the part of each tap, in order. (A tap that two passes have is that of the first.)"""
-    found: dict[str, TapGroup] = {}
-    for part in parts:
-        for tap in part.table.recipe.stored_taps:
-            found.setdefault(tap, part)
-    if only is None:
-        return found
-    for tap in only:
-        if tap not in found:
-            raise ConfigError(f"no tap {tap!r}; there are {', '.join(found)}")
-    return {tap: found[tap] for tap in only}
-
-
-def _rooted(objects: Objects, prefix: str) -> Objects:
-    return RootedObjects(objects, prefix) if prefix else objects
 
 
 def _again(url: str, parts: Sequence[tuple[Any, ...]], *options: Any) -> Dataset:

@@ -12,7 +12,8 @@ import numpy as np
 from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.options import parse_count
 from spile.dataset import format as fmt
-from spile.dataset.read.dataset import Dataset, TapGroup
+from spile.dataset.read.dataset import Dataset
+from spile.dataset.read.tap_groups import TapGroup
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.manifest import Manifest
 from spile.dataset.records.passes import Pass, named, readable_passes

@@ -19,13 +19,14 @@ from spile.core.errors import ConfigError
 from spile.core.expressions import RowFilter
 from spile.core.index import INDEX_DTYPE
 from spile.core.options import parse_count
+from spile.dataset.read.choice import RowChoice
 from spile.dataset.read.rows import Rows, StoredRows
 
 _BLOCK = 256  # rows read together: long enough for a disk, short enough to mix
 _BLOCK_BYTES = 8 << 20  # for a bucket, where requests cost more than less thorough mixing
 _SCANNED = 1 << 20  # rows whose index is scanned together
 
-Shuffle = Literal["window", "full"] | None
+Shuffle = Literal["window", "full"] | bool | None
 Normalize = Literal["mean", "std", "norm"] | None
 WindowPlace = tuple[int, int]  # an epoch, and the number of a window in it
 
@@ -57,8 +58,10 @@ class BatchOptions:
         if self.normalize not in ("mean", "std", "norm", None):
             raise ConfigError(f"normalize is 'mean', 'std', 'norm' or None, not {self.normalize!r}")
         self.window_rows(1)
+        if isinstance(self.shuffle, bool):
+            object.__setattr__(self, "shuffle", "window" if self.shuffle else None)
         if self.shuffle not in ("window", "full", None):
-            raise ConfigError(f"shuffle is 'window', 'full' or None, not {self.shuffle!r}")
+            raise ConfigError(f"shuffle is True, False, 'window' or 'full', not {self.shuffle!r}")
         if type(self.seed) is not int or self.seed < 0:
             raise ConfigError(f"seed must be a whole number, 0 or more; got {self.seed!r}")
         if self.block is not None and self.block < 1:
@@ -137,28 +140,6 @@ def default_block(stored: StoredRows) -> int:
     if stored.is_local:
         return _BLOCK
     return max(_BLOCK, _BLOCK_BYTES // max(info.row_bytes for info in stored.table.taps.values()))
-
-
-@dataclass(frozen=True)
-class RowChoice:
-    """The rows to return, chosen by a condition on rows, by their documents, or both."""
-
-    where: str
-    rows: RowFilter | None
-    documents: np.ndarray | None = None  # ordinals, ascending
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What decides which rows are returned, as JSON."""
-        if self.documents is None:
-            return self.rows.identity if self.rows else {"where": None}
-        digest = xxhash.xxh3_64_hexdigest(self.documents.astype("<i8").tobytes())
-        return {"where": self.where, "documents": digest}
-
-    def mask(self, index: np.ndarray) -> np.ndarray:
-        """Return a mask of the chosen entries."""
-        kept = np.ones(len(index), bool) if self.rows is None else self.rows.mask(index)
-        return kept if self.documents is None else kept & np.isin(index["doc"], self.documents)
 
 
 class Order:

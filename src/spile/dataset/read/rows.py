@@ -23,6 +23,7 @@ import numpy.typing as npt
 from spile.core.errors import CorruptError
 from spile.core.index import INDEX_DTYPE
 from spile.core.tensors import TensorInfo, map_tensors
+from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.codec.quantization import decode
 from spile.dataset.codec.shard import (
@@ -32,7 +33,7 @@ from spile.dataset.codec.shard import (
     read_shard_header,
     tap_tensors,
 )
-from spile.dataset.format import Done, Shard
+from spile.dataset.format import SCALE_DTYPE, Done, Shard
 from spile.dataset.records.segments import Catalog
 from spile.dataset.records.table import Table
 from spile.objects import Objects
@@ -155,6 +156,27 @@ class StoredRows:
             source = _Source(partial(self.scale, shard), out.itemsize, self._is_mapped(shard))
             yield from _reads(source, chosen, out[at : at + len(chosen)])
 
+    def take(self, tap: str, rows: Rows, out: np.ndarray) -> None:
+        """Decode chosen rows, in ascending order, into a buffer."""
+        info = self.table.taps[tap]
+        stored: Bytes = np.empty((len(rows), info.width * info.storage.itemsize), np.uint8)
+        jobs = [*self.jobs(tap, rows, stored)]
+        scale = self.scales.get(tap)
+        if info.scaled_by == "row":
+            scale = np.empty(len(rows), SCALE_DTYPE)
+            jobs += self.scale_jobs(tap, rows, scale)
+        run_jobs(jobs, 1 if self.is_local else self.objects.parallel)
+        values = stored.view(info.storage).reshape(len(rows), *info.shape)
+        if scale is None:
+            out[...] = values
+        else:
+            decode(values, scale, out)
+
+    def forget(self) -> None:
+        """Drop the files and headers that are kept open or in memory; they are opened again."""
+        for kept in (self._header, self._file, self.mapped, self.column):
+            kept.cache_clear()
+
     def index_jobs(self, rows: Rows, out: np.ndarray) -> Iterator[ReadJob]:
         """Yield jobs that copy the index entries of the rows."""
         for unit, chosen, part in self._units_of(rows):
@@ -275,6 +297,17 @@ class StoredRows:
 def runs(rows: np.ndarray) -> list[int]:
     """Return where runs of consecutive row numbers begin, then the end of the last."""
     return [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
+
+
+def run_jobs(jobs: Iterable[ReadJob], threads: int) -> None:
+    """Run jobs by threads; one thread is this one."""
+    called = map(_call, jobs) if threads == 1 else mapped(_call, jobs, threads)
+    for _ in called:
+        pass
+
+
+def _call(job: ReadJob) -> None:
+    job()
 
 
 def _reads(source: "_Source", rows: Rows, out: np.ndarray) -> Iterator[ReadJob]:

@@ -1,0 +1,59 @@
+"""One document of a dataset: its rows, its index and its text, in reading order."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spile.dataset.read.rows import runs
+
+if TYPE_CHECKING:
+    from spile.dataset.read.dataset import Dataset
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document in reading order: its index, its text, and its rows of any tap."""
+
+    index: np.ndarray
+    _dataset: "Dataset"
+    rows: np.ndarray  # their numbers in the dataset
+
+    @property
+    def doc(self) -> int:
+        """The document's ordinal in the corpus."""
+        return int(self.index["doc"][0])
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The document's entry in the documents table: its columns, a preview, counts."""
+        return self._dataset.about(self.doc)
+
+    @property
+    def tokens(self) -> list[str]:
+        """The text of each of the document's stored tokens, one per row."""
+        texts = self._dataset.texts
+        return [piece for run in texts.runs(self.index) for piece in run]
+
+    @property
+    def text(self) -> str:
+        """The text of the document's stored tokens, also special ones; `…` marks gaps."""
+        return self._dataset.texts.text(self.index)
+
+    def read(self, tap: str) -> np.ndarray:
+        """Return the document's rows of a tap, in reading order."""
+        shape, dtype = self._dataset.shape(tap), self._dataset.dtype(tap)
+        out = np.empty((len(self.rows), *shape), dtype)
+        bounds = runs(self.rows)
+        for start, stop in zip(bounds, bounds[1:], strict=False):
+            first = int(self.rows[start])
+            out[start:stop] = self._dataset.read(tap, first, first + stop - start)
+        return out
+
+    __getitem__ = read
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        return f"<spile document {self.doc}: {len(self):,} rows of {self._dataset.url}>"
