@@ -186,7 +186,7 @@ def _check_taps(
     """Check the taps that a dataset was made with, or those of a pass; None if no unit is done.
 
     Args:
-        references: those in hand, by compute dtype; one is kept, as each holds a model.
+        references: by compute dtype; at most one is kept, because each holds a model.
     """
     dataset = open_dataset(out, partial=True, taps=list(job.table.taps))
     dtype = job.recipe.compute_dtype

@@ -84,7 +84,7 @@ def add_serve_rows(verbs: Verbs) -> None:
     sub.add("--epochs", "number of epochs, or none for endless [1]", "N", default="1")
     sub.add("--where", "rows to serve, as for extract", "X")
     sub.switch("--drop-last", "leave out the last, short batch of an epoch")
-    sub.number("--trainers", "start when so many trainers are connected [1]", 1)
+    sub.number("--trainers", "start when this many trainers are connected [1]", 1)
     sub.number("--buffer", "how many batches a trainer may be behind the fastest [8]", 8)
     sub.number(
         "--patience",

@@ -169,7 +169,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         except Exception:
             _log.exception("answering %s", self.path.partition("?")[0])
-            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, "an error of ours; see the terminal")
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; see the terminal")
         self._ours.allow(self.request, _HEAD_SECONDS)
 
     def _route(self) -> None:

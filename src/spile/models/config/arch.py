@@ -59,10 +59,10 @@ class GatedDelta:
     value_dim: int
     kernel: int  # tokens that the convolution before it sees, the current one included
     norm_eps: float  # of the norm behind it
-    most_written: float = 1.0  # of a key's old value that a token can replace; 2: even turn it
+    most_written: float = 1.0  # share of a key's old value that a token replaces; 2: it flips
     gate: str = "silu"  # the activation of the gate that multiplies the output
-    by_channel: bool = False  # each dimension of a key decays by itself, not all of a head alike
-    narrow: bool = False  # decay and gate are projected through as many dimensions as a key has
+    by_channel: bool = False  # each dimension of a key has its own decay, not each head
+    narrow: bool = False  # decay and gate are projected through key_dim dimensions
     pre_norm_only: bool = False  # its blocks have norms before mixer and MLP, and no others
 
     @property
@@ -77,12 +77,12 @@ class StateSpace:
 
     heads: int
     head_dim: int
-    groups: int  # heads of a group write under the same keys, and read by the same queries
-    state: int  # dimensions of those
+    groups: int  # heads of a group share keys and queries
+    state: int  # dimensions of keys and queries
     kernel: int  # tokens that the convolution before it sees, the current one included
     norm_eps: float  # of the norm behind it
-    norm: str | None = "gated"  # after the gate; or before it, "ungated"; None: there is none
-    norm_by_group: bool = False  # the channels of each group are normalised by themselves
+    norm: str | None = "gated"  # after the gate; "ungated": before it; None: no norm
+    norm_by_group: bool = False  # each group's channels are normalised separately
     least_step: float = 0.0  # steps are clamped
     most_step: float | None = None
     bias: bool = False  # of the projections
@@ -124,11 +124,11 @@ class Latent:
     """
 
     rank: int  # of the latent
-    query_rank: int | None  # of one more, for queries; None: they are projected as usual
+    query_rank: int | None  # of the queries' latent; None: they have none
     rope_dim: int  # the last dimensions of each query and key
     value_dim: int  # of a head
     norm_eps: float = 1e-6  # of the latents' norms
-    regrouped: bool = False  # neighbours that were rotated together come out as halves
+    regrouped: bool = False  # interleaved pairs become halves after the rotation
 
 
 @dataclass(frozen=True)
@@ -138,21 +138,21 @@ class Experts:
     count: int
     chosen: int
     normalised: bool  # the chosen experts' weights sum to one
-    scored: str = "softmax"  # how logits become weights; or each by itself, "sigmoid"
-    corrected: bool = False  # a bias of each expert has a part in the choice, but not in the weight
-    groups: int = 1  # experts of some groups alone are chosen from
+    scored: str = "softmax"  # how logits become weights; or "sigmoid", each separately
+    corrected: bool = False  # each expert's bias affects the choice, but not the weight
+    groups: int = 1  # only experts of the best groups can be chosen
     chosen_groups: int = 1
-    group_best: int = 2  # a group is as good as so many of its best experts together
+    group_best: int = 2  # a group's score: the sum of so many of its best experts'
     scale: float = 1.0  # of the weights
     wide: bool = False  # the router multiplies in float32
     weighs_input: bool = False  # the weight is applied before the expert, not after it
     shared: int = 0  # width of an expert that every token goes to, beside the chosen
-    shared_gate: bool = False  # its output is weighed, too
-    # Router and chosen experts read the stream through norms of their own, and not what the shared
-    # expert reads; both results are normalised before they are added.
+    shared_gate: bool = False  # its output has a gate
+    # Router and chosen experts read the stream through their own norms, the shared expert through
+    # another; both results are normalised before they are added.
     apart: bool = False
     scaled: bool = False  # each expert's weight has a learned factor
-    # An expert is weighed against those that are left and have nearly its score: within this share.
+    # A weight is a softmax over the remaining experts whose scores are within this share of it.
     margin: float | None = None
 
 
@@ -174,7 +174,7 @@ class Arch:
     embed_scale: float = 1.0
     embed_bare_norm: bool = False  # embeddings are normalised as they are read, without weights
     embed_norm: bool = False  # embeddings are normalised before the first block
-    layer_embed: int = 0  # width of one more embedding of the token, for each block; 0: none
+    layer_embed: int = 0  # width of each block's own embedding of the token; 0: none
     position_offset: int = 0  # learned positions count from here
     residual_scale: float = 1.0  # of what attention and MLP add to the stream
     wide_stream: bool = False  # the stream is in float32, whatever else is computed in
@@ -183,9 +183,9 @@ class Arch:
     logit_scale: float = 1.0
 
     norm: str = "rms"  # how norms are computed: see `ops.NORMS`
-    last_norm: str | None = None  # the same of the last one, if it is another
+    last_norm: str | None = None  # the same for the last norm, if it differs
     norm_eps: float
-    post_norm_eps: float | None = None  # of norms after attention and MLP, if it is another
+    post_norm_eps: float | None = None  # of norms after attention and MLP, if it differs
     pre_norm: bool = True  # before attention and MLP
     post_norm: bool = False  # after them, before their output is added to the stream
     parallel: bool = False  # attention and MLP both read the stream that enters the block
@@ -193,10 +193,10 @@ class Arch:
     block_scale: bool = False  # the stream that leaves a block is multiplied by a learned number
 
     ropes: tuple[Rope, ...]  # none: nothing is rotated; see `learned_positions`
-    rope_interleaved: bool = False  # neighbours are rotated together, not the halves of a head
-    alibi: tuple[float, ...] = ()  # of each head: how much a score falls with each token between
+    rope_interleaved: bool = False  # rotated pairs are neighbours, not the halves of a head
+    alibi: tuple[float, ...] = ()  # of each head: how much a score falls per token of distance
     attn_scale: float  # of the scores
-    attn_in_scale: float = 1.0  # of what queries, keys and values are projected from
+    attn_in_scale: float = 1.0  # of the input of queries, keys and values
     attn_out_scale: float = 1.0  # of what attention adds to the stream
     key_scale: float = 1.0
     query_scale: float = 1.0  # after their norm
@@ -210,12 +210,12 @@ class Arch:
     qk_norm_rotated: bool = False  # only where there is a rotation
     v_norm: bool = False  # each head's values are normalised, without weights
     qkv_limit: float | None = None  # q, k and v are clamped, before anything else
-    sinks: bool = False  # each head may attend to nothing: one more score, without a value
-    attn_gate: bool = False  # mixed values are multiplied by the sigmoid of one more projection
+    sinks: bool = False  # each head has one more score, without a value
+    attn_gate: bool = False  # a projection's sigmoid multiplies the mixed values
     delta: GatedDelta | None = None  # of the layers whose mixer it is
     state_space: StateSpace | None = None  # the same
     convolution: ShortConvolution | None = None  # the same
-    latent: Latent | None = None  # where keys and values come from; None: from the stream itself
+    latent: Latent | None = None  # the source of keys and values; None: the stream itself
     qkv_bias: bool
     out_bias: bool
 

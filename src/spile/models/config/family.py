@@ -47,10 +47,10 @@ class Family:
     # which layers slide: "never", "always", "upper", "lower" (every other), "pattern", "listed",
     # those without rotary positions, or all but every fourth, counted from the last
     windows: str = "never"
-    full_unrotated: bool = False  # where some layers slide, the others have no rotary positions
+    full_unrotated: bool = False  # if some layers slide, the others have no rotary positions
     alibi: bool = False  # scores fall with the distance
     experts: Mapping[str, Any] = field(default_factory=dict[str, Any])  # fields of `Experts`
-    ropes_by_kind: bool = False  # sliding layers have rotary settings of their own
+    ropes_by_kind: bool = False  # sliding layers have their own rotary settings
     unrotated_without_theta: bool = False  # `"rope_theta": null`: no layer rotates q and k
     # key -> its values with which no layer does
     unrotated: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, Any])
@@ -66,7 +66,7 @@ class Family:
     activations: tuple[str, ...] = ()  # that need arrays of their own
     quantized: tuple[str, ...] = ()  # methods whose tensors can be decoded
     rope_scaling: Mapping[str, Any] | None = None  # if the config has none
-    # keys that hold further keys -> those of them that have another name outside
+    # keys that hold further keys -> new names of some of these, outside
     inside: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Any])
     nested: str | None = None  # the key that holds the config
     beside: tuple[str, ...] = ()  # keys beside it that do not concern the decoder

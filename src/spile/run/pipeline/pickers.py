@@ -184,7 +184,7 @@ class StorePicker:
                 continue
             if not self._affordable(unit):
                 if not self._budget.spent:
-                    self._rest("waiting to see how much of --max-bytes the units in hand take")
+                    self._rest("waiting to see how much of --max-bytes the units in progress take")
                 return None, not self._budget.spent
             if not self._presence.claim(unit):
                 return None, True

@@ -1,4 +1,4 @@
-// Questions to the server. What is asked anew makes an older question of the same kind moot.
+// Requests to the server. A new request cancels an older one of the same kind.
 
 const asking = new Map();
 

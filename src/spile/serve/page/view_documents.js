@@ -47,7 +47,7 @@ export function view(page) {
     const answer = await ask('documents', q ? { q, after: more.after, count: LISTED } : { start: more.start, count: LISTED });
     documents = documents.concat(answer.documents);
     more = q ? answer.next !== null && { after: answer.next } : documents.length < answer.total && { start: documents.length };
-    // Of a large dataset a search stops when its time is up: it goes on until a page is full.
+    // In a large dataset a search stops when its time is up: continue until a page is full.
     if (q && more && documents.length - before < LISTED && search.value.trim() === q) return further();
     drawList(q, answer);
     return undefined;
