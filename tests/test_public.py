@@ -1,6 +1,7 @@
 """The public surface: documented names are importable from `spile`, at no cost."""
 
 import ast
+import dataclasses
 import pkgutil
 import re
 import subprocess
@@ -21,6 +22,19 @@ def test_every_public_name_resolves_and_is_listed(name: str) -> None:
         pytest.importorskip("torch")
     assert getattr(spile, name) is not None
     assert name in dir(spile)
+
+
+def test_only_public_names_are_listed() -> None:
+    assert dir(spile) == spile.__all__
+    assert not {"Any", "TYPE_CHECKING", "_HOMES", "core"} & {*dir(spile)}
+
+
+@pytest.mark.parametrize("options", [spile.Recipe, spile.Runtime])
+def test_help_explains_each_option(options: type[spile.Recipe | spile.Runtime]) -> None:
+    told = " ".join((options.__doc__ or "").split())
+    for f in dataclasses.fields(options):
+        assert f" {f.name}: {f.metadata['help'].split()[0].replace('--', '')}" in told
+    assert "--" not in re.sub(r"`[^`]*`", "", told), "Python has names, not flags"
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

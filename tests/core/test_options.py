@@ -127,3 +127,12 @@ def test_names_that_a_stranger_chose_fit_in_a_line() -> None:
     assert listed(["id", "two\nlines"]) == "id, 'two\\nlines'"
     assert listed([]) == "none" and listed([], "nothing") == "nothing"
     assert len(listed(["x" * 9999] * 9999)) < 20_000
+
+
+@pytest.mark.parametrize("name", ["taps", "add_taps", "encode", "splice", "keep"])
+def test_an_option_of_several_texts_may_be_a_list(name: str) -> None:
+    assert getattr(Recipe(**{name: ["a:1", "b"]}), name) == "a:1,b"
+    assert Recipe(**{name: ("a:1", "b")}) == Recipe(**{name: "a:1,b"})
+    for wrong in ([], ["a", 1], ["a", ""]):
+        with pytest.raises(ConfigError, match=f"{flag_of(name)} must be a text or a list of texts"):
+            Recipe(**{name: wrong})

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from spile.core.errors import ConfigError
-from spile.core.options import Options, count, flag_of, option, parse_count, shown, switch
+from spile.core.options import (
+    Options,
+    count,
+    explained,
+    flag_of,
+    option,
+    parse_count,
+    shown,
+    switch,
+)
 
 __all__ = [
     "RayOptions",
@@ -38,9 +47,13 @@ def activation_dtype(compute_dtype: str) -> str:
     return "bfloat16" if compute_dtype == "float8_e4m3" else compute_dtype
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Options):
-    """Options that define the dataset. Two runs of one recipe make the same dataset."""
+    """Options that define the dataset. Two runs of one recipe make the same dataset.
+
+    Defaults are in brackets; None stands for them.
+    """
 
     model: str | None = option(
         "'demo'; a directory or URL with config.json, tokenizer.json and *.safetensors; or a model "
@@ -73,17 +86,20 @@ class Recipe(Options):
     taps: str | None = option(
         "where to tap: site:layers, comma separated, e.g. resid_post:20-27,mlp_out:12,z:all,embed; "
         "`spile taps --model X` lists what a model has",
+        kind="list",
         topic="taps",
         common=True,
     )
     add_taps: str | None = option(
         "add taps to the dataset in --out, spelled as in --taps; --encode, --store-dtype and "
         "--compute-dtype then apply to the new taps, every other option is the dataset's",
+        kind="list",
         topic="datasets that exist",
     )
     encode: str | None = option(
         "store sparse latents instead of a tap's rows: directory or URL of a sparse autoencoder "
         "(SAELens, Gemma Scope), or of a folder with one per tap; or TAP=DIR, comma separated",
+        kind="list",
         topic="taps",
         common=True,
     )
@@ -192,7 +208,8 @@ class Recipe(Options):
     )
     keep: str | None = option(
         "columns or keys to keep for each document, comma separated, or none [id, url, and up to "
-        "32 columns of numbers, booleans or texts of at most 64 characters; from a program, all]"
+        "32 columns of numbers, booleans or texts of at most 64 characters; from a program, all]",
+        kind="list",
     )
     preview: int | None = count("characters of each document's text to keep [200]", minimum=0)
     max_docs: int | None = count(
@@ -224,9 +241,13 @@ class Recipe(Options):
     )
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class Runtime(Options):
-    """Options for making the dataset. None of them changes its contents."""
+    """Options for making the dataset. None of them changes its contents.
+
+    Defaults are in brackets.
+    """
 
     batch_tokens: int | None = count(
         "tokens in a device step, or auto [1k on CPU; elsewhere 16k, 32k for small models, "
@@ -338,6 +359,7 @@ class Runtime(Options):
     metrics: str | None = option(
         "where to report the run's metrics, comma separated: tensorboard:DIR, wandb[:PROJECT], "
         "prometheus:[HOST:]PORT, or another installed backend",
+        kind="list",
         topic="metrics",
     )
     metrics_every: int = count("seconds between metrics [10]", default=10)
@@ -353,6 +375,7 @@ class Runtime(Options):
     )
 
 
+@explained
 @dataclass(frozen=True, kw_only=True)
 class RayOptions(Options):
     """Options for `--engine ray`: the slices, and where they run.

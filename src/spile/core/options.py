@@ -4,12 +4,14 @@ Flags, TOML keys, validation and `--help` all derive from that declaration.
 """
 
 import dataclasses
+import inspect
 import re
+import textwrap
 from collections.abc import Iterable
 from dataclasses import field, fields
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from spile.core.errors import ConfigError
 
@@ -20,6 +22,9 @@ _SUFFIXES = {
 }  # fmt: skip
 
 LIMIT = 1 << 63  # every number is smaller than this
+
+_Class = TypeVar("_Class", bound=type[Any])
+_FLAG = re.compile(r"`[^`]*`|--([a-z][a-z-]*)")  # a command as it is typed, or a flag
 
 
 def option(
@@ -35,8 +40,8 @@ def option(
 ) -> Any:
     """Declare one option.
 
-    Kinds: text, list (texts joined by commas; its flag may be given several times), count (an
-    integer, `64k` allowed), size (bytes), share (above 0, to 1), switch.
+    Kinds: text, list (texts joined by commas, or a list of texts; its flag may be given several
+    times), count (an integer, `64k` allowed), size (bytes), share (above 0, to 1), switch.
 
     With `auto`, the value "auto" is allowed and means the default. `topic` begins a group of flags
     in the help, which the options after it belong to; `--help` explains `common` options, and
@@ -53,6 +58,26 @@ switch = partial(option, kind="switch")
 def flag_of(name: str) -> str:
     """Return the flag of a name: `seq_len` -> `--seq-len`."""
     return "--" + name.replace("_", "-")
+
+
+def explained(options: _Class) -> _Class:
+    """Add the help of each option to the docstring of their class, which `help` shows."""
+    told = [inspect.cleandoc(options.__doc__ or ""), "", "Args:"]
+    for f in fields(options):
+        text = _FLAG.sub(lambda m: m[1].replace("-", "_") if m[1] else m[0], f.metadata["help"])
+        chosen = f", one of {', '.join(f.metadata['choices'])}" if f.metadata["choices"] else ""
+        chosen += "; or a list of texts" if f.metadata["kind"] == "list" else ""
+        told.append(
+            textwrap.fill(
+                f"{f.name}: {text}{chosen}",
+                96,
+                initial_indent="    ",
+                subsequent_indent="        ",
+                break_on_hyphens=False,
+            )
+        )
+    options.__doc__ = "\n".join(told)
+    return options
 
 
 def parse_count(text: str) -> int:
@@ -112,6 +137,11 @@ def _checked(f: dataclasses.Field[Any], value: Any) -> Any:
         if type(value) is not bool:
             raise ConfigError(f"{flag} must be true or false, got {shown(value)}")
         return value
+    if kind == "list" and isinstance(value, list | tuple):
+        texts = cast(list[Any], [*value])
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            raise ConfigError(f"{flag} must be a text or a list of texts, got {shown(value)}")
+        return ",".join(texts)
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{flag} must be a non-empty text, got {shown(value)}")
     if meta["choices"] and value not in meta["choices"]:

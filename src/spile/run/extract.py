@@ -43,7 +43,7 @@ from spile.plan.estimate import Budget, Estimate, refuse_if_too_large, step_of
 from spile.plan.job import ExtractionJob
 from spile.plan.passes import opened_for
 from spile.run.assembly import Assembly
-from spile.run.pipeline.display import in_notebook, progress
+from spile.run.pipeline import display
 from spile.run.pipeline.pickers import Picker, Place, StorePicker, UnitShare, find_place
 from spile.run.pipeline.profile import Profile, ProfiledStep, host_span
 from spile.run.pipeline.progress import reporting
@@ -117,10 +117,13 @@ def extract(
     on_start: Callable[[ExtractionJob, Estimate], None] | None = None,
     stop: threading.Event | None = None,
     options: RunOptions | None = None,
+    progress: bool = True,
 ) -> Outcome:
     """Make the dataset, or continue it; return when every unit is done, or `max_bytes` are written.
 
-    In a notebook it shows its progress, unless `counters` or `on_start` are given.
+    It shows its progress: on a terminal and below a notebook's cell as a line that changes,
+    elsewhere every ten seconds on standard error. With `progress=False`, or if `counters` or
+    `on_start` are given, whose owner may show it, it does not.
 
     SIGINT, SIGTERM or setting `stop` ends it cleanly, with `Interrupted`. Where processes are
     joined (`run/world/rank.py`), each of them calls this, and an error in one is raised in all.
@@ -148,13 +151,14 @@ def extract(
             presence.tell(world={"coordinator": rank.coordinator, "process": rank.process})
             presence.start()  # before joining: if that fails, the heartbeats tell who had come
             world = join(rank, runtime, stop)
-        shows_itself = in_notebook() and counters is None and on_start is None
+        shows_itself = progress and counters is None and on_start is None
+        shows_itself &= rank is None or rank.leads
         counters = counters or Counters()
         try:
             run = Extraction(
                 ledger, runtime, world, presence, counters, stop, place.share, options.pick
             )
-            with progress(counters, quiet=not shows_itself) as shown:
+            with display.progress(counters, quiet=not shows_itself) as shown:
                 outcome = run.extract(recipe, on_start or shown)
                 while run.has_more_units(outcome):
                     outcome = run.extract(recipe, on_start or shown)

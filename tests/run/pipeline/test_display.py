@@ -17,6 +17,7 @@ import pytest
 import spile
 from chaos.harness import Work
 from spile.metrics import Counters
+from spile.run.pipeline import display
 from spile.run.pipeline.display import ProgressLine
 from support import tiny, zygote
 
@@ -137,18 +138,32 @@ def test_a_notebook_shows_one_line_that_changes_below_the_cell(
         def update(self, data: dict[str, str], *, raw: bool) -> None:
             lines.append(data["text/plain"])
 
-    def display(data: dict[str, str], *, raw: bool, display_id: bool) -> Handle:
+    def show(data: dict[str, str], *, raw: bool, display_id: bool) -> Handle:
         lines.append(data["text/plain"])
         return Handle()
 
-    shell = type("ZMQInteractiveShell", (), {})()
+    shell = type("Shell", (type("ZMQInteractiveShell", (), {}),), {})()  # as Colab's
     monkeypatch.setattr("builtins.get_ipython", lambda: shell, raising=False)
-    monkeypatch.setattr("IPython.display.display", display)
+    monkeypatch.setattr("IPython.display.display", show)
     corpus = tiny.write_corpus(tmp_path / "docs.jsonl", 5)
     recipe = spile.Recipe(model=str(model), corpus=str(corpus), taps="embed")
     outcome = spile.extract(recipe, str(tmp_path / "out"))
     assert lines[0] == "loading and compiling" and "100%" in lines[-1] and "5 docs" in lines[-1]
     assert repr(outcome).endswith(f"spile.open({str(tmp_path / 'out')!r}) reads it>")
     lines.clear()
-    spile.extract(recipe, str(tmp_path / "again"), counters=Counters())
+    spile.extract(recipe, str(tmp_path / "out"), counters=Counters())
+    spile.extract(recipe, str(tmp_path / "out"), progress=False)
     assert not lines
+
+
+def test_a_script_is_told_on_standard_error_unless_it_declines(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(display, "_PLAIN_SECONDS", 0.01)
+    corpus = tiny.write_corpus(tmp_path / "docs.jsonl", 5)
+    recipe = spile.Recipe(model=str(model), corpus=str(corpus), taps=["embed"])
+    spile.extract(recipe, str(tmp_path / "out"))
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "spile: loading and compiling" and all(line[:7] == "spile: " for line in told)
+    spile.extract(recipe, str(tmp_path / "again"), progress=False)
+    assert "spile: " not in capsys.readouterr().err

@@ -160,14 +160,23 @@ def _in_cell(shown: ProgressLine, stop: threading.Event) -> None:
 def in_notebook() -> bool:
     """Whether this process runs a notebook."""
     shell = getattr(builtins, "get_ipython", lambda: None)()
-    return type(shell).__name__ == "ZMQInteractiveShell"
+    # (By name: IPython need not be installed. The shell of Colab derives from Jupyter's.)
+    return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)
 
 
 def _plain(shown: ProgressLine, stop: threading.Event) -> None:
     # (If standard error is not a terminal, COLUMNS may still set the width of lines.)
     width = shutil.get_terminal_size((160, 24)).columns if os.environ.get("COLUMNS") else 160
     for _ in _turns(stop, _PLAIN_SECONDS):
-        _log.info("%s", shown.line(width), extra={FIELDS: {"progress": shown.fields()}})
+        if _log.isEnabledFor(logging.INFO) and _log.hasHandlers():
+            _log.info("%s", shown.line(width), extra={FIELDS: {"progress": shown.fields()}})
+        else:  # a script, which has not asked for such messages of loggers
+            _tell(shown.line(width))
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"spile: {line}\n")
+    sys.stderr.flush()
 
 
 def _turns(stop: threading.Event, seconds: float) -> Iterator[int]:
@@ -189,8 +198,7 @@ def counted(what: str, *, quiet: bool) -> Generator[Callable[[int, int], None] |
         def say(done: int, total: int) -> None:
             if time.monotonic() - said[0] > _PLAIN_SECONDS:
                 said[0] = time.monotonic()
-                sys.stderr.write(f"spile: {done:,} of {total:,} {what}\n")
-                sys.stderr.flush()
+                _tell(f"{done:,} of {total:,} {what}")
 
         yield say
         return
