@@ -107,7 +107,7 @@ EXTRACT = ("--", "--model", "demo", "--corpus", "demo", "--taps", "embed", "--ou
         (("local", "--secret", "A=b", *EXTRACT), "--secret takes a name"),
         (("local", "--env", "A-B=c", *EXTRACT), "'A-B'"),
         (("local", "--max-restarts", "-1", *EXTRACT), "--max-restarts"),
-        (("local", *EXTRACT, "--process-id", "1"), "--process-id is what the launcher gives"),
+        (("local", *EXTRACT, "--process-id", "1"), "--process-id: the launcher sets it"),
         (("docker", *EXTRACT), "--container"),
         (("docker", "--container", "spile:latest", *EXTRACT), "IMAGE@sha256:DIGEST"),
         (("ssh", "--hosts", "HOSTS", "--", "--out", "acts"), "--out acts: give the absolute path"),

@@ -213,7 +213,7 @@ def test_a_tpu_that_is_not_there_is_named_unless_it_is_to_be_made(
     cloud: Cloud, slept: list[float], tmp_path: Path
 ) -> None:
     of, _ = working(tmp_path)
-    assert "there is no TPU run1-0 in a, b: name it by --tpu" in refused(
+    assert "there is no TPU run1-0 in a, b: name one with --tpu" in refused(
         keeper(of, slept, zones=("a", "b"))
     )
 

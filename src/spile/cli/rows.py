@@ -67,8 +67,8 @@ def add_serve_rows(verbs: Verbs) -> None:
         serve_rows,
         "read and shuffle once, for many trainers",
         epilog="  a trainer: for batch in spile.connect('grpc://127.0.0.1:8815'): ...\n"
-        "  SPILE_TOKEN: what trainers must know; other addresses than this machine's need "
-        "one, and make it",
+        "  SPILE_TOKEN: the token of trainers; needed on addresses other than this machine's, "
+        "and made if it is not set",
     )
     sub.place("out")
     sub.add("--taps", "taps to serve, comma separated [all]", "T")

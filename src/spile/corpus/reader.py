@@ -45,7 +45,7 @@ class CorpusReader:
             for file in files:
                 without = not file.format.has_columns
                 if without and (options.filter or not file.format.holds_ids):
-                    raise InputError(f"{file.path}: such a file has no columns, as {flag} needs")
+                    raise InputError(f"{file.path}: such a file has no columns; {flag} needs some")
 
     def close(self) -> None:
         self._context.streams.close()

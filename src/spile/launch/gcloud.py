@@ -362,8 +362,8 @@ class Keeper:
 
     def _absent_error(self, node: Node) -> LaunchError:
         return LaunchError(
-            f"there is no TPU {node.name} in {', '.join(self._target.zones)}: name it by --tpu, or "
-            "say by --accelerator-type and --runtime-version what to make"
+            f"there is no TPU {node.name} in {', '.join(self._target.zones)}: name one with --tpu, "
+            "or give --accelerator-type and --runtime-version to create it"
         )
 
     def _must(self, command: Command) -> None:

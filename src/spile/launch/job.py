@@ -112,7 +112,7 @@ class LaunchJob:
         for word in self.extract:
             if word.partition("=")[0] in _PLACED:
                 raise ConfigError(
-                    f"{word.partition('=')[0]} is what the launcher gives each process: leave it "
+                    f"{word.partition('=')[0]}: the launcher sets it for each process; leave it "
                     "out (--world-size says how many are joined)"
                 )
 
@@ -172,8 +172,8 @@ def check_name(flag: str, name: str) -> None:
     """Check a name: it becomes part of the names of pods, machines and folders."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{flag} must be of small letters, digits and dashes, begin with a letter and have at "
-            f"most 40, got {name!r}"
+            f"{flag} must be at most 40 lower-case letters, digits and dashes, and begin with a "
+            f"letter; got {name!r}"
         )
 
 

@@ -115,7 +115,7 @@ class Kubernetes(LaunchTarget):
             raise ConfigError("--container IMAGE@sha256:DIGEST is missing: what should pods run?")
         if job.setup or job.folder or job.credentials:
             raise ConfigError(
-                "--setup, --folder and --credentials are of hosts; pods have the image, and "
+                "--setup, --folder and --credentials are for hosts; pods take an image, and "
                 "--credentials-secret SECRET:KEY"
             )
         found: list[dict[str, Any]] = []

@@ -45,7 +45,7 @@ class Rehearsal:
 def why_not(job: ExtractionJob, cost: Estimate) -> str | None:
     """Why nothing can be measured here; None if it can."""
     if not isinstance(job.checkpoint.directory, Path):
-        return "the weights are not on this machine: `spile fetch` brings them"
+        return "the weights are not on this machine: `spile fetch` downloads them"
     limit = memory_limit(prepared_device()) or os.sysconf("SC_PHYS_PAGES") * os.sysconf(
         "SC_PAGE_SIZE"
     )

@@ -202,13 +202,13 @@ class Handler(BaseHTTPRequestHandler):
         if path != "/api/directions":
             return self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "this server is read-only")
         if not self._is_our_origin() or self.headers.get("Content-Type") != _BINARY:
-            return self._refuse(HTTPStatus.FORBIDDEN, "only this page hands in directions")
+            return self._refuse(HTTPStatus.FORBIDDEN, "only this page may upload directions")
         length = self.headers.get("Content-Length", "")
         if not length.isascii() or not length.isdecimal() or self.headers.get("Transfer-Encoding"):
-            return self._refuse(HTTPStatus.LENGTH_REQUIRED, "say how long it is")
+            return self._refuse(HTTPStatus.LENGTH_REQUIRED, "Content-Length is missing")
         if len(length) > 12 or int(length) > MOST_BYTES:
             return self._refuse(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MOST_BYTES:,} bytes are taken"
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MOST_BYTES:,} bytes are accepted"
             )
         data = self.rfile.read(int(length))
         if len(data) != int(length):

@@ -229,7 +229,7 @@ def _one_id_twice(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fill", "said"),
     [
-        (_many_in_a_folder, "a_challenges.json: not a task (train and test); a file with many"),
+        (_many_in_a_folder, "a_challenges.json: not a task (train and test); to read a file"),
         (_one_id_twice, "b/x.json: a second task 'x'"),
         (lambda folder: (folder / "a.txt").write_text("x"), "holds no task"),
         (lambda folder: folder.rmdir(), "no such file or folder"),

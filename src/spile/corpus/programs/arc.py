@@ -91,8 +91,8 @@ def _from_folder(folder: AnyPath) -> _Found:
             value = _json(str(file), data)
             if not _is_task(value):
                 raise InputError(
-                    f"arc: {file}: not a task (train and test); a file with many tasks is named "
-                    "itself, not its folder"
+                    f"arc: {file}: not a task (train and test); to read a file of many tasks, "
+                    "name the file, not its folder"
                 )
             yield str(file), file.name[: -len(".json")], value
 

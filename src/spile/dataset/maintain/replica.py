@@ -290,8 +290,8 @@ def _units(
         if missing and key in there:
             raise CorruptError(
                 missing[0].key, f"is missing in {dest.url}, or cut short, though its unit was "
-                f"copied; `spile verify {dest.url} --repair` mends it, or remove {dest.url} and "
-                "copy again",
+                f"copied; `spile verify {dest.url} --repair` makes it again, or remove {dest.url} "
+                "and copy again",
             )  # fmt: skip
         yield UnitCopy([partial(copy, file) for file in missing], partial(finish, key, data, files))
 
