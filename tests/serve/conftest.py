@@ -18,7 +18,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> web_page.Built:
 def built(tmp_path_factory: pytest.TempPathFactory, model: Path) -> web_page.Built:
     """Thirty documents, one of them hostile."""
     out = tmp_path_factory.mktemp("web") / "out"
-    return web_page.build_texts(out, model, web_page.texts())
+    return web_page.build_texts(out, model, web_page.texts(), keep=(*web_page.KEPT,))
 
 
 @pytest.fixture(scope="module")

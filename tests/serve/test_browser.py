@@ -163,7 +163,7 @@ def test_tokens_without_a_row_leave_a_gap(seen: Seen, sparse: web_page.Served) -
 
 
 def test_views_that_no_tap_is_for_are_not_offered(seen: Seen, server: web_page.Served) -> None:
-    page = seen.open(server.url)
+    page = seen.open(server.url + "#run")
     expect(page.locator("nav a:visible")).to_have_count(6)
     page.keyboard.press("7")
     expect(page).to_have_title("Run · Spile")
@@ -179,7 +179,7 @@ def test_charts_hold_what_the_server_says(seen: Seen, server: web_page.Served) -
         server.api("positions")["bins"]
     )
     page.keyboard.press("]")
-    expect(page.locator("figcaption select")).to_have_value("resid_post.1")
+    expect(page.locator("figcaption select")).to_have_value("mlp_out.1")
     page.keyboard.press("[")
     expect(page.locator("figcaption select")).to_have_value("resid_post.0")
 
@@ -285,7 +285,7 @@ def test_light_and_dark_follow_the_system_and_the_key(seen: Seen, server: web_pa
     page = seen.page
     colour = "getComputedStyle(document.body).backgroundColor"
     page.emulate_media(color_scheme="dark")
-    seen.open(server.url)
+    seen.open(server.url + "#run")
     dark = page.evaluate(colour)
     page.emulate_media(color_scheme="light")
     light = page.evaluate(colour)
@@ -301,10 +301,11 @@ def test_light_and_dark_follow_the_system_and_the_key(seen: Seen, server: web_pa
 
 def test_help_opens_and_closes_and_focus_is_seen(seen: Seen, server: web_page.Served) -> None:
     page = seen.open(server.url)
+    expect(page).to_have_title("Documents · Spile")  # a finished dataset begins with them
     page.keyboard.press("?")
     expect(page.get_by_role("dialog")).to_be_visible()
     page.keyboard.press("3")
-    expect(page).to_have_title("Run · Spile")  # keys are the dialog's while it is open
+    expect(page).to_have_title("Documents · Spile")  # keys are the dialog's while it is open
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog")).to_be_hidden()
     page.evaluate("document.activeElement.blur()")
@@ -321,10 +322,27 @@ def test_a_token_in_the_address_opens_the_page_and_leaves_it(
 ) -> None:
     with web_page.served(built.path, "--token", "a-token-of-some-length") as server:
         page = seen.open(server.url)
-        expect(page.locator("h1")).to_contain_text("complete")
+        expect(page.locator("article h2")).to_have_text("Document 0")
         assert "token" not in page.url
         assert page.evaluate("document.cookie") == "", "scripts do not see it"
         page.goto("about:blank")  # before the server ends, or the page would complain
+
+
+def test_a_projection_is_coloured_by_a_kept_column(seen: Seen, server: web_page.Served) -> None:
+    page = seen.open(server.url + "#projection")
+    page.get_by_label("Coloured by").select_option("parity")
+    drawn = "it => it.getContext('2d').getImageData(0, 0, 1400, 1000).data.join()"
+    asked = {"tap": "resid_post.0", "method": "pca", "first": "without", "column": "parity"}
+    told = server.wait("projection", lambda told: bool(told["kept"]["value"]), **asked)["kept"]
+    counts = {name: told["value"].count(name) for name in ("even", "odd")}
+    spans = [f"{name} ({counts[name]})" for name in sorted(counts, key=lambda n: -counts[n])]
+    expect(page.locator(".legend span")).to_have_text(spans)
+    parted = page.locator("canvas.cloud").evaluate(drawn)
+    page.get_by_label("Coloured by").select_option("score")  # many numbers: a scale, no classes
+    expect(page.locator(".legend")).to_have_count(0)
+    expect(page.locator("canvas.cloud")).to_be_visible()
+    assert page.locator("canvas.cloud").evaluate(drawn) != parted
+    assert "colour=column" in page.url
 
 
 def test_umap_is_offered_or_said_to_be_missing(seen: Seen, server: web_page.Served) -> None:

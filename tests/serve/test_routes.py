@@ -150,6 +150,40 @@ def test_taps_that_are_added_are_shown_when_they_are_complete(
         shown(page, rows_of)
 
 
+def test_a_page_opens_on_documents_when_the_run_is_over(tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "out", commit=(0, 2))
+    for units, finished in (((), False), ((1, 3, 4), True)):
+        for unit in units:
+            assert made.ledger.commit(made.attempt(unit))
+        made.ledger.complete(made.table)
+        with closing(answers(made)) as page:
+            assert page.routes["dataset"]({})["finished"] is finished
+    stored.add_pass(made, {"z.0": 4}, commit=(0,))
+    with closing(answers(made)) as page:
+        assert page.routes["dataset"]({})["finished"] is False, "taps are being added"
+
+
+def test_points_of_a_projection_have_the_kept_column_of_their_document(tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "out", keep=("id", "mixed"))
+    about = spile.open(made.path).documents().to_pylist()
+    wanted = {row["doc"]: row["id"] for row in about}
+    asked = {"tap": "resid_post.0", "first": "with", "column": "id"}
+    with closing(answers(made)) as page:
+        page.start()
+        until(lambda: not page.digest.at_work and len(page.digest.sample) == len(made.index))
+
+        def told() -> dict[str, Any]:
+            return page.routes["projection"](asked)
+
+        until(lambda: not told()["making"] and bool(told()["kept"]["value"]))
+        points = plain(told())
+        assert page.routes["dataset"]({})["columns"] == ["id", "mixed"]
+        assert points["kept"]["value"] == [wanted[doc] for doc in points["value"]["doc"]]
+        assert len({*points["kept"]["value"]}) > 3
+        with pytest.raises(ConfigError, match="no column 'text' was kept; there are: id, mixed"):
+            page.routes["projection"]({**asked, "column": "text"})
+
+
 def answers(made: stored.Stored) -> Answers:
     def opened() -> spile.Dataset:
         return spile.open(made.path, partial=True, taps=finished_taps(made.objects))

@@ -127,7 +127,7 @@ def test_similarity_and_projection_are_made_in_the_background(server: web_page.S
     made = server.wait("similarity", lambda told: not told["making"])["value"]
     assert made["taps"] == list(web_page.TAPS)
     assert [made["cka"][n][n] for n in range(3)] == pytest.approx([1, 1, 1], abs=1e-3)
-    assert made["cosine"][0][2] is None, "of other widths"
+    assert made["cosine"][0][1] is None, "of other widths"
     for first, least in (("with", 0), ("without", 1)):
         asked = {"tap": "resid_post.1", "first": first}
         told = server.wait("projection", lambda told: not told["making"], **asked)

@@ -29,7 +29,7 @@ from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import LocalObjects
 from support import stored, tiny, zygote
 
-TAPS = {"resid_post.0": 12, "resid_post.1": 12, "mlp_out.1": 5}
+TAPS = {"resid_post.0": 12, "mlp_out.1": 5, "resid_post.1": 12}  # by layer
 SINK = 40.0  # what rows of position 0 are multiplied by
 LOUD = 3  # the channel that is large
 LOUD_TOKEN = "z"  # wherever this is read
@@ -42,6 +42,11 @@ LATENT_TAPS: stored.Taps = {
 }
 LOUD_LATENT = 31  # the one that is large
 SILENT_LATENT = 39  # and the one that never is
+# Columns that documents may keep: a text with two values, and a number.
+KEPT: dict[str, Callable[[int], Any]] = {
+    "parity": lambda doc: "odd" if doc % 2 else "even",
+    "score": lambda doc: doc / 2,
+}
 HOSTILE = "<script>window.hurt = 1</script><img src=x onerror='window.hurt = 2'> & \"quotes\" zz"
 
 Rows = Callable[[str, int, np.ndarray], np.ndarray]
@@ -126,9 +131,10 @@ class Built:
             docs = range(entry.first_doc, entry.first_doc + entry.num_docs)
             own = self.read[unit]["doc"] - entry.first_doc
             counts = np.bincount(own, minlength=len(docs)).tolist()
+            kept = {name: [KEPT[name](doc) for doc in docs] for name in self.table.recipe.keep}
             table = encode_documents(
                 docs=docs, tokens=counts, skipped=[None if n else "no tokens" for n in counts],
-                previews=self.previews[unit], kept={}, index=index,
+                previews=self.previews[unit], kept=kept, index=index,
             )  # fmt: skip
             done = writer.finish(
                 table=table, fingerprint=self.table.fingerprint,

@@ -468,6 +468,23 @@ class Finder:
             found += self._find_in(dataset, units[number], text, spellings, count)
         return {"documents": found, "next": None, "units": len(units)}
 
+    def kept(self, column: str, units: np.ndarray, docs: np.ndarray) -> list[Any]:
+        """Return the value of a kept column for each of some documents.
+
+        Args:
+            units: the unit in which each document's row lies.
+        """
+        dataset, found = self._explorer.dataset, [None] * len(docs)
+        for unit in np.unique(units).tolist():
+            table, places = self._table(dataset, unit), np.flatnonzero(units == unit)
+            own = table["doc"].to_numpy()
+            order = np.argsort(own)  # a merged unit of a permuted corpus is not sorted
+            rows = order[np.searchsorted(own, docs[places], sorter=order)]
+            values: list[Any] = table[column].take(rows).to_pylist()
+            for place, value in zip(places.tolist(), values, strict=True):
+                found[place] = value
+        return found
+
     def _find_in(
         self,
         dataset: Dataset,

@@ -128,6 +128,8 @@ class Answers:
             "every": dataset.recipe.every,
             "rows": dataset.num_tokens,
             "documents": dataset.num_documents,
+            "columns": list(dataset.recipe.keep),
+            "finished": self.history.status.over and dataset.num_tokens > 0,
             "model": dataset.recipe.model_source,
             "corpus": dataset.recipe.corpus_source,
             "no_text": texts.missing,
@@ -316,6 +318,7 @@ class Answers:
                 "norm": np.linalg.norm(rows, axis=1),
                 "position": index["pos"],
                 "doc": index["doc"],
+                "unit": sample.units[chosen],
                 "offset": index["offset"],
                 "id": index["token_id"],
                 "piece": [self.explorer.texts.pieces([int(each)])[0] for each in index["token_id"]],
@@ -324,7 +327,22 @@ class Answers:
 
         key = ("projection", tap, method, later)
         made = self._cache.ask(key, self.digest.version, make)
-        return {**made, "tap": tap, "method": method, "read": self._read()}
+        told = {**made, "tap": tap, "method": method, "read": self._read()}
+        column = asked.get("column")
+        return {**told, "kept": self._kept(column, made["value"])} if column else told
+
+    def _kept(self, column: str, made: "Ready | None") -> dict[str, Any]:
+        """Return the values of a kept column for the points of a projection."""
+        if column not in self.explorer.dataset.recipe.keep:
+            known = ", ".join(self.explorer.dataset.recipe.keep) or "none"
+            raise ConfigError(f"no column {column!r} was kept; there are: {known}")
+        units, docs = (tuple(made.value[name]) if made else () for name in ("unit", "doc"))
+
+        def make() -> Ready:
+            return Ready(plain(self._finder.kept(column, np.array(units), np.array(docs))))
+
+        found = self._cache.ask(("kept", column), (units, docs), make)
+        return {**found, "value": None if found["making"] else found["value"]}
 
     def _tap(self, asked: Parameters) -> str:
         """Return the requested tap, or the first; for an encoded tap, the tap of its values."""

@@ -121,10 +121,11 @@ export function bars(items, { label, height = 200, log = false, onpick }) {
   return drawing;
 }
 
-/** A colour of the page, as the canvas knows it. */
-export function ramp(names) {
-  const probe = document.body.appendChild(h('span', { className: 'unseen' }));
-  const found = names.map((name) => {
+/** Colours of the page, as the canvas knows them: variables, each within a class of elements. */
+function resolved(names) {
+  const probe = document.body.appendChild(h('span', {}));
+  const found = names.map(([name, within]) => {
+    probe.className = `unseen ${within}`;
     probe.style.setProperty('color', `var(${name})`);
     const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
     canvas.fillStyle = getComputedStyle(probe).color;
@@ -132,6 +133,12 @@ export function ramp(names) {
     return [...canvas.getImageData(0, 0, 1, 1).data.slice(0, 3)];
   });
   probe.remove();
+  return found;
+}
+
+/** A scale of colours from 0 to 1. */
+export function ramp(names) {
+  const found = resolved(names.map((name) => [name, '']));
   return (t) => {
     const at = Math.min(0.9999, Math.max(0, t)) * (found.length - 1);
     const low = Math.floor(at);
@@ -170,11 +177,12 @@ export function heatmap(names, table, { label, low, onhover }) {
   return drawing;
 }
 
-/** A cloud of points. value: from 0 to 1, for each. */
-export function cloud({ x, y, value, label, onhover, onpick }) {
+/** A cloud of points. value: from 0 to 1, for each; or classes: the number of its series. */
+export function cloud({ x, y, value, classes, label, onhover, onpick }) {
   const canvas = h('canvas', { className: 'cloud', role: 'img', ariaLabel: label, width: 1400, height: 1000 });
   const pen = canvas.getContext('2d');
   const colour = ramp(['--ramp-0', '--ramp-1', '--ramp-2']);
+  const series = resolved([0, 1, 2, 3, 4, 5].map((number) => ['--series', `c${number}`]));
   const span = (list) => {
     let low = Infinity;
     let high = -Infinity;
@@ -189,7 +197,7 @@ export function cloud({ x, y, value, label, onhover, onpick }) {
   const radius = x.length > 2000 ? 4 : 5.5;
   pen.globalAlpha = 0.78;
   places.forEach(([across, down], at) => {
-    pen.fillStyle = colour(value[at]);
+    pen.fillStyle = classes ? `rgb(${series[classes[at]].join(' ')})` : colour(value[at]);
     pen.beginPath();
     pen.arc(across, down, radius, 0, 7);
     pen.fill();

@@ -101,9 +101,12 @@ async function poll() {
   setTimeout(poll, POLL);
 }
 
+/** The view to begin with: a dataset's documents once it is finished, before that its progress. */
+const home = () => (page.dataset?.finished ? 'documents' : 'run');
+
 async function route() {
   const [wanted, query] = location.hash.slice(1).split('?');
-  const next = NAMES.includes(wanted) ? wanted : 'run';
+  const next = NAMES.includes(wanted) ? wanted : home();
   fault = null;
   const before = page.state;
   page.state = Object.fromEntries(new URLSearchParams(query ?? ''));
