@@ -202,7 +202,7 @@ def test_a_batch_that_processes_cannot_share_is_refused_by_all(made: Made, tmp_p
 
 @pytest.mark.full
 def test_a_model_that_no_mesh_holds_is_refused_by_all(made: Made, tmp_path: Path) -> None:
-    code = "import spile.run.extract as local\nlocal.memory_limit = lambda device: 10_000"
+    code = "import spile.run.assembly as local\nlocal.memory_limit = lambda device: 10_000"
     small = planted(tmp_path / "plant", code)
     named = "the weights take", "more devices"
     refused_alike(made, tmp_path, 2, *named, environments={0: small, 1: small})
