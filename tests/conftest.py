@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from spile.core.errors import naming_flags
 from spile.core.tensors import write_tensors
 from support import quick, tiny, zygote
 
@@ -85,6 +86,13 @@ def pytest_collection_finish() -> None:
 def _programs(pytestconfig: pytest.Config) -> Iterator[None]:
     """Most tests extract what others have extracted already."""
     with nullcontext() if pytestconfig.getoption("--chaos-full") else quick.shared_programs():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _flags() -> Iterator[None]:
+    """Messages name options as in a command; tests/core/test_errors.py has Python's names."""
+    with naming_flags():
         yield
 
 

@@ -1,9 +1,21 @@
 """Errors: one line for a person, an exit code for a script."""
 
+from collections.abc import Callable
+
 import pytest
 
 from spile.core import errors
-from spile.core.errors import CorruptError, DriftError, SpileError, WorldError, printable
+from spile.core.config import Recipe, Runtime
+from spile.core.errors import (
+    ConfigError,
+    CorruptError,
+    DriftError,
+    SpileError,
+    WorldError,
+    for_python,
+    naming_flags,
+    printable,
+)
 
 
 @pytest.mark.parametrize(
@@ -51,3 +63,42 @@ def test_a_message_that_quotes_a_long_text_is_cut_in_the_middle() -> None:
     assert len(said) < 6000
     assert said.startswith("--filter '(((") and said.endswith(": is no condition; write another")
     assert " … " in said
+
+
+@pytest.mark.parametrize(
+    ("message", "python"),
+    [
+        ("--taps: no site 'x'", "taps: no site 'x'"),
+        ("--taps 'x:1': no site", "taps='x:1': no site"),
+        ("--seq-len must be at least 8, got 2", "seq_len= must be at least 8, got 2"),
+        ("--corpus gs://b/t*.jsonl: no such file", "corpus='gs://b/t*.jsonl': no such file"),
+        ("--encode hook=gs://b/sae: not one", "encode='hook=gs://b/sae': not one"),
+        ("--max-docs 1,000 is less; --more never", "max_docs=1,000 is less; more=True never"),
+        ("--part holdout needs --holdout, a share", "part='holdout' needs holdout=, a share"),
+        ("--fsdp goes with --mesh 3d, not x", "fsdp= goes with mesh='3d', not x"),
+        ("choose, e.g. --taps resid_post.3 (of 4)", "choose, e.g. taps='resid_post.3' (of 4)"),
+        ("give others (--taps) or another --out", "give others (taps=) or another out="),
+        ("run `spile drop A --taps B`", "run `spile drop A --taps B`"),  # a command
+        ("add --restart, or --taps-of-mine", "add --restart, or --taps-of-mine"),  # of no parameter
+        ("a--taps.txt: no such file", "a--taps.txt: no such file"),
+    ],
+)
+def test_python_is_told_of_parameters_and_the_command_of_flags(message: str, python: str) -> None:
+    assert for_python(message) == python
+
+
+@pytest.mark.parametrize(
+    ("make", "flag"),
+    [(lambda: Recipe(seq_len=2), "--seq-len"), (lambda: Runtime(mesh=""), "--mesh")],
+)
+def test_errors_of_options_name_what_the_caller_wrote(
+    make: Callable[[], object], flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "_shows_flags", False)  # as in a program
+    with pytest.raises(ConfigError) as raised:
+        make()
+    assert str(raised.value).startswith(f"{flag[2:].replace('-', '_')}= must be")
+    with naming_flags():
+        assert str(raised.value).startswith(f"{flag} must be")
+    assert flag not in str(raised.value)
+    assert raised.value.message.startswith(flag)  # what other processes are sent

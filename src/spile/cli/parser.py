@@ -14,7 +14,7 @@ from spile import __version__
 from spile.cli import dataset, doctor, extract, launch, legacy, look, model, plan, rows
 from spile.cli.flags import Parser, Verbs
 from spile.cli.style import JsonLines, formatter
-from spile.core.errors import Interrupted, SpileError, printable
+from spile.core.errors import Interrupted, SpileError, naming_flags, printable
 
 _VERBS = {  # as `spile --help` lists them
     "make a dataset": (
@@ -93,6 +93,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command; return its exit code."""
+    with naming_flags():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str]) -> int:
     if argv and argv[0] == "watch":  # the verb's name before the first release
         print("spile: `spile watch OUT` is now `spile status OUT --follow`", file=sys.stderr)
         argv = ["status", "--follow", *argv[1:]]

@@ -2,11 +2,67 @@
 
 A message says what is wrong, where, and what to do. The command maps each class to its `exit_code`;
 anything that is not a `SpileError` is a bug and keeps its traceback.
+
+A message names an option by its flag, once (`--seq-len`). The command shows it so; Python shows the
+parameter (`seq_len=`), because that is what its caller wrote.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 _LONGEST = 5000  # characters of a message
+# A command as it is typed, which stays; or a flag, and its value if that is quoted, is a number, or
+# ends with a colon or is an example.
+_FLAG = re.compile(
+    r"`[^`]*`"
+    r"|(?P<example>e\.g\. |write )?(?<![\w-])--(?P<name>[a-z][a-z-]*[a-z])(?![\w-])"
+    r"(?: (?P<quoted>'[^']*'|\"[^\"]*\"|\d[\d.,]*(?![\w.,]))"
+    r"| (?P<value>[^\s'\",]+(?=: ))"
+    r"| (?P<word>[^\s'\",;]+)|(?P<colon>:))?"
+)
+_parameters: dict[str, Collection[str] | None] = {"out": ()}  # choices; None: a switch
+_shows_flags = False  # of this process: a command runs
+
+
+def name_parameters(parameters: Mapping[str, Collection[str] | None]) -> None:
+    """Register parameters that Python has for flags, with their choices; None for a switch."""
+    _parameters.update(parameters)
+
+
+@contextmanager
+def naming_flags() -> Iterator[None]:
+    """Show options in messages as flags, as a command does, and not as Python's parameters."""
+    global _shows_flags
+    before, _shows_flags = _shows_flags, True
+    try:
+        yield
+    finally:
+        _shows_flags = before
+
+
+def for_python(message: str) -> str:
+    """Name each option in a message as Python's parameter: `--seq-len 8` becomes `seq_len=8`."""
+    return _FLAG.sub(_parameter, message)
+
+
+def _parameter(found: re.Match[str]) -> str:
+    name = (found["name"] or "").replace("-", "_")
+    if name not in _parameters:
+        return found[0]
+    choices, word = _parameters[name], found["word"] or ""
+    rest = f" {word}" if word else ""
+    if choices is None:
+        value, rest = "True", found[0].rpartition(f"--{found['name']}")[2]
+    elif found["quoted"]:
+        value = found["quoted"]
+    elif found["value"] or word in choices or word[:1].isdigit() or (found["example"] and word):
+        value, rest = f"{found['value'] or word!r}", ""
+    elif found["colon"]:  # it is what the message is about
+        return f"{found['example'] or ''}{name}:"
+    else:
+        value = ""
+    return f"{found['example'] or ''}{name}={value}{rest}"
 
 
 def printable(text: str) -> str:
@@ -29,8 +85,13 @@ class SpileError(Exception):
 
     exit_code = 3
 
+    @property
+    def message(self) -> str:
+        """The message, which names options by their flags, whoever shows it."""
+        return super().__str__()
+
     def __str__(self) -> str:
-        text = super().__str__()
+        text = self.message if _shows_flags else for_python(self.message)
         if len(text) <= _LONGEST:
             return text
         return f"{text[: _LONGEST - 1000]} … {text[-900:]}"

@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from spile.core.errors import ConfigError
+from spile.core.errors import ConfigError, name_parameters
 
 _SUFFIXES = {
     "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
@@ -61,7 +61,13 @@ def flag_of(name: str) -> str:
 
 
 def explained(options: _Class) -> _Class:
-    """Add the help of each option to the docstring of their class, which `help` shows."""
+    """Add the help of each option to the docstring of their class, and name them in messages."""
+    name_parameters(
+        {
+            f.name: None if f.metadata["kind"] == "switch" else f.metadata["choices"]
+            for f in fields(options)
+        }
+    )
     told = [inspect.cleandoc(options.__doc__ or ""), "", "Args:"]
     for f in fields(options):
         text = _FLAG.sub(lambda m: m[1].replace("-", "_") if m[1] else m[0], f.metadata["help"])

@@ -119,7 +119,7 @@ def _taps(item: str, named: str, arch: Arch) -> tuple[Tap, ...]:
     try:
         taps = parse_taps(named, arch)
     except ConfigError as error:
-        raise ConfigError(str(error).replace("--taps", f"--splice {item}:", 1)) from None
+        raise ConfigError(error.message.replace("--taps", f"--splice {item}:", 1)) from None
     for tap in taps:
         if not tap.kind.spliced:
             known = ", ".join(SPLICED)

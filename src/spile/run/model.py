@@ -263,7 +263,7 @@ class Model:
             try:
                 taps = parse_taps(name, self.arch)
             except ConfigError as error:
-                raise ConfigError(str(error).replace("--taps", "splice", 1)) from None
+                raise ConfigError(error.message.replace("--taps", "splice", 1)) from None
             change = given if callable(given) else replaced(jnp.asarray(given))
             for tap in taps:
                 if tap.heads:

@@ -152,7 +152,7 @@ def _fault(template: ChatTemplate) -> str:
     try:
         template.compile()
     except InputError as error:
-        return str(error)
+        return error.message
     return ""
 
 
@@ -161,7 +161,7 @@ def _answer(template: ChatTemplate, messages: Any, flags: Mapping[str, int]) -> 
         rendered = template.render(messages)
         rendered.text.encode("utf-8")
     except TemplateLimit as error:
-        return (str(error),)
+        return (error.message,)
     except InputError:
         return REFUSED
     except UnicodeEncodeError:

@@ -169,7 +169,7 @@ class ChatTemplate:
     def _failure(self, error: Exception) -> InputError:
         kind = InputError
         if isinstance(error, SpileError):
-            reason = str(error)
+            reason = error.message
             kind = TemplateLimit if isinstance(error, TemplateLimit) else InputError
         elif isinstance(error, RecursionError | MemoryError):
             deep = isinstance(error, RecursionError)

@@ -121,7 +121,7 @@ class RayHost:
             )
         except SpileError as error:
             interrupted = isinstance(error, Interrupted)
-            return {"failed": str(error), "code": error.exit_code, "stopped": interrupted}
+            return {"failed": error.message, "code": error.exit_code, "stopped": interrupted}
         except Exception as error:
             return {"failed": f"{type(error).__name__}: {error}", "code": 1, "stopped": False}
         finally:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from spile.core.errors import ConfigError, StoreError
+from spile.core.errors import ConfigError, StoreError, name_parameters
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.opening import open_dataset
 from spile.dataset.records.chosen_taps import choose_taps
@@ -51,6 +51,7 @@ FORMATS: dict[str, ExportFormat] = {
         legacy.LEGACY,
     )
 }
+name_parameters({"to": tuple(FORMATS), "context_size": (), "dtype": ("float32", "float16")})
 
 
 @dataclass(frozen=True)

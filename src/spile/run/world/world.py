@@ -175,7 +175,7 @@ class JoinedWorld(World):
     def _tell(self, error: BaseException) -> None:
         text, code = f"{type(error).__name__}: {error}", 1
         if isinstance(error, SpileError):
-            text, code = str(error), error.exit_code
+            text, code = error.message, error.exit_code
         elif _lost_contact(error):
             said = str(error).splitlines()[0][:_SAID]
             text = f"lost another process in the middle of a step ({said}); {RESTART}"
