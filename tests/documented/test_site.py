@@ -80,14 +80,14 @@ def test_the_reference_has_every_module(site: Path) -> None:
             assert re.search(rf"^\| `{name}` \| \S", page, re.MULTILINE), name
 
 
-def test_the_folders_are_listed_in_the_readme_and_in_the_architecture() -> None:
+def test_the_folders_are_listed_for_contributors_and_in_the_architecture() -> None:
     row = re.compile(r"^\| `(\w+)/` \| .* \|$", re.MULTILINE)
-    readme, architecture = (
+    guide, architecture = (
         [(found[1], found[0]) for found in row.finditer((ROOT / page).read_text())]
-        for page in ("README.md", "docs/architecture.md")
+        for page in ("CONTRIBUTING.md", "docs/architecture.md")
     )
-    assert readme == architecture, "in the same words and in the same order"
-    assert {name for name, _ in readme} == {
+    assert guide == architecture, "in the same words and in the same order"
+    assert {name for name, _ in guide} == {
         path.parent.name for path in (ROOT / "src" / "spile").glob("*/__init__.py")
     }
 
