@@ -1,5 +1,6 @@
 """A whole copy: the same bytes elsewhere, or nothing that opens."""
 
+import dataclasses
 import subprocess
 import time
 from pathlib import Path
@@ -179,6 +180,25 @@ def test_another_dataset_is_not_overwritten(tmp_path: Path) -> None:
         replicate(made.objects, LocalObjects(made.path / "inside"))
     with pytest.raises(StoreError, match="no dataset there"):
         replicate(LocalObjects(tmp_path / "none"), LocalObjects(tmp_path / "new"))
+
+
+@pytest.mark.parametrize("made_alike", [True, False])
+def test_a_copy_that_is_refused_changes_nothing(made_alike: bool, tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "out", grown=(3,))
+    old, _ = stored.add_pass(made, {"v.0": 2})
+    if made_alike:  # by the same recipe from the same corpus, and yet no copy
+        other = stored.build(tmp_path / "other", grown=(3,))
+        stored.add_pass(other, {"v.0": 2})
+    else:  # a copy, to which another tap was added than to its source
+        replicate(made.objects, LocalObjects(tmp_path / "other"))
+        other = dataclasses.replace(made, path=tmp_path / "other")
+        stored.add_pass(other, {"q.0": 4}, dtype="float16")
+    old.drop()
+    stored.add_pass(made, {"q.0": 4})
+    before = contents(other.objects)
+    with pytest.raises(ConfigError, match=r"holds another dataset|has q\.0 from another pass"):
+        replicate(made.objects, other.objects)
+    assert contents(other.objects) == before
 
 
 def test_a_copy_that_has_lost_a_file_is_not_taken_for_whole(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ there are not copied again.
 import hashlib
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -123,7 +123,8 @@ def replicate(
     refuse_nested(source, dest)
     own = Ledger(source)
     table = own.table()
-    if not _refuse_other(dest, fmt.UNITS, source.get(fmt.UNITS)):
+    begun = _refuse_other(dest, fmt.UNITS, source.get(fmt.UNITS))
+    if not begun:
         refuse_strangers(dest, [fmt.SCRATCH])
         Ledger(dest).refuse_strays(0, fmt.UNITS)
     check_creates_once(dest)
@@ -134,18 +135,24 @@ def replicate(
     copied = Ledger(dest)
     for number, made in enumerate(table.generations, 1):
         copied.refuse_strays(made.before, fmt.generation_key(number))
+    live = [ledger.of_pass for ledger in places if ledger.of_pass]
+    _refuse_same_taps(copied, table, live, dropped)
+    # Compare all that is there before the first write: a copy that is refused changes nothing.
+    known = {
+        key
+        for ledger in (places if begun else ())
+        for key in _there(source, dest, ledger, table, beside[ledger.prefix].before_units.records)
+    }
     for key in dropped:
         _create(dest, key, source.get(key), count)
-    live = [ledger.of_pass for ledger in places if ledger.of_pass]
-    _refuse_same_taps(copied, table, live)
     for ledger in places:
         _copy_beside(source, dest, ledger, beside[ledger.prefix].before_units, count)
-    _refuse_same_taps(copied, table, live)  # (another process may have begun one)
+    _refuse_same_taps(copied, table, live, dropped)  # (another process may have begun one)
     groups = [(ledger, group) for ledger in places for group in _groups(source, ledger.prefix)]
     units = (
         unit
         for ledger, group in groups
-        for unit in _units(source, dest, copier, count, ledger, group, table)
+        for unit in _units(source, dest, copier, count, ledger, group, table, known)
     )
     for was_there in copy_units(units, source, dest):
         count.units, count.there = count.units + 1, count.there + was_there
@@ -178,12 +185,18 @@ def _passes(own: Ledger) -> tuple[list[str], list[Ledger]]:
     return dropped, [own, *live]
 
 
-def _refuse_same_taps(copied: Ledger, table: Table, live: Sequence[Pass]) -> None:
-    """Refuse a copy whose taps the destination has in another pass than the source."""
-    known = {each.name for each in live}
+def _refuse_same_taps(
+    copied: Ledger, table: Table, live: Sequence[Pass], dropped: Collection[str]
+) -> None:
+    """Refuse a copy whose taps the destination has in another pass than the source.
+
+    Args:
+        dropped: the records of passes that the source has dropped; the copy drops them, too.
+    """
+    known = {each.prefix for each in live} | {key.removesuffix(fmt.DROPPED) for key in dropped}
     taps = {tap for each in live if (own := each.table_over(table)) for tap in own.taps}
     for other, found in readable_passes(copied, table):
-        if other.name not in known and (both := taps & found.taps.keys()):
+        if other.prefix not in known and (both := taps & found.taps.keys()):
             raise ConfigError(
                 f"{copied.url} has {min(both)} from another pass ({other.name}); drop it there by "
                 f"`spile drop {copied.url} --taps {other.name}`, then copy again"
@@ -237,6 +250,39 @@ def _beside_of(source: Objects, ledger: Ledger, table: Table) -> _Beside:
 # -- units -----------------------------------------------------------------------------------
 
 
+def _there(
+    source: Objects, dest: Objects, ledger: Ledger, base: Table, records: Mapping[str, bytes]
+) -> Iterator[str]:
+    """Yield the keys of the units that the copy has; refuse one whose units or records differ.
+
+    Args:
+        base: the dataset's table that was read.
+        records: those beside the units, which are not replaced.
+    """
+    parallel = max(source.parallel, dest.parallel)
+    refuse = partial(_refuse_other, dest)
+    deque(mapped(lambda record: refuse(*record), records.items(), parallel), maxlen=0)
+    for group in _groups(dest, ledger.prefix):
+        keys = sorted({*dest.list(group)}.intersection(_keys(source, ledger, group, base)))
+        sizes, table = _sizes(dest, ledger, group), _table_of(ledger, base)
+
+        def compare(
+            key: str, sizes: Mapping[str, int] = sizes, table: Table | None = table
+        ) -> None:
+            data, files = _read(source, ledger, table, key)
+            refuse(key, data)
+            missing = next((file for file in files if sizes.get(file.key) != file.bytes), None)
+            if missing is not None:
+                raise CorruptError(
+                    missing.key, f"is missing in {dest.url}, or cut short, though its unit was "
+                    f"copied; `spile verify {dest.url} --repair` makes it again, or remove "
+                    f"{dest.url} and copy again",
+                )  # fmt: skip
+
+        deque(mapped(compare, keys, parallel), maxlen=0)
+        yield from keys
+
+
 def _units(
     source: Objects,
     dest: Objects,
@@ -245,55 +291,73 @@ def _units(
     ledger: Ledger,
     group: str,
     base: Table,
+    known: Collection[str],
 ) -> Iterator[UnitCopy[bool]]:
     """Yield the units of a group with their missing files; each returns whether it was there.
 
     Args:
         base: the dataset's table that was read; units that were added since are left out.
+        known: units that were there.
     """
-    place = ledger.prefix
-    table = base if ledger.of_pass is None else ledger.of_pass.table_over(base)
-    keys = [
-        key
-        for key in sorted(source.list(group))
-        if (unit := fmt.parse_done_key(key[len(place) :])) is not None and unit < len(base.units)
-    ]
-    attempts = place + fmt.ATTEMPTS + group[len(place + fmt.DONE) :]
-    sizes = {entry.key: entry.size for entry in dest.entries(attempts)}
-    there = {*dest.list(group)}
+    place, table = ledger.prefix, _table_of(ledger, base)
+    keys = _keys(source, ledger, group, base)
+    sizes = _sizes(dest, ledger, group)
 
-    def read(key: str) -> tuple[str, bytes, Done]:
-        data = source.get(key)
-        if key in there:
-            _refuse_other(dest, key, data)
-        done = Done.from_json(key, fmt.decode_record(key, data, "done"))
-        if table is not None and (why := ledger.other_origin(table, done)):
-            raise CorruptError(key, why)
-        return key, data, done
+    def read(key: str) -> tuple[str, tuple[bytes, list[Shard]] | None]:
+        return key, None if key in known else _read(source, ledger, table, key)
 
     def copy(file: Shard) -> Shard:
         copied = copier.copy(source, file, file.key)
         count.add(copied.bytes)
         return copied
 
-    def finish(key: str, data: bytes, files: Sequence[Shard], _: Sequence[Shard]) -> bool:
+    def note(key: str) -> None:
         count.seen[place].add(fmt.parse_done_key(key[len(place) :]) or 0)
-        if key in there:
-            return True
+
+    def was_there(key: str, _: Sequence[Shard]) -> bool:
+        note(key)
+        return True
+
+    def finish(key: str, data: bytes, files: Sequence[Shard], _: Sequence[Shard]) -> bool:
+        note(key)
         settle(dest, *(file.key for file in files))
         _create(dest, key, data, count)
         return False
 
-    for key, data, done in mapped(read, keys, max(source.parallel, dest.parallel)):
-        files = [replace(file, key=place + file.key) for file in done.files()]
+    for key, found in mapped(read, keys, max(source.parallel, dest.parallel)):
+        if found is None:
+            yield UnitCopy([], partial(was_there, key))
+            continue
+        data, files = found
         missing = [file for file in files if sizes.get(file.key) != file.bytes]
-        if missing and key in there:
-            raise CorruptError(
-                missing[0].key, f"is missing in {dest.url}, or cut short, though its unit was "
-                f"copied; `spile verify {dest.url} --repair` makes it again, or remove {dest.url} "
-                "and copy again",
-            )  # fmt: skip
         yield UnitCopy([partial(copy, file) for file in missing], partial(finish, key, data, files))
+
+
+def _keys(source: Objects, ledger: Ledger, group: str, base: Table) -> list[str]:
+    """Return the keys of a group's done records that belong to units of a table."""
+    names = ((key, fmt.parse_done_key(key[len(ledger.prefix) :])) for key in source.list(group))
+    return sorted(key for key, unit in names if unit is not None and unit < len(base.units))
+
+
+def _sizes(dest: Objects, ledger: Ledger, group: str) -> dict[str, int]:
+    """Return the sizes of the files of a group's units."""
+    attempts = ledger.prefix + fmt.ATTEMPTS + group[len(ledger.prefix + fmt.DONE) :]
+    return {entry.key: entry.size for entry in dest.entries(attempts)}
+
+
+def _table_of(ledger: Ledger, base: Table) -> Table | None:
+    return base if ledger.of_pass is None else ledger.of_pass.table_over(base)
+
+
+def _read(
+    source: Objects, ledger: Ledger, table: Table | None, key: str
+) -> tuple[bytes, list[Shard]]:
+    """Return a done record and the files that it names; refuse one of another unit."""
+    data = source.get(key)
+    done = Done.from_json(key, fmt.decode_record(key, data, "done"))
+    if table is not None and (why := ledger.other_origin(table, done)):
+        raise CorruptError(key, why)
+    return data, [replace(file, key=ledger.prefix + file.key) for file in done.files()]
 
 
 # -- the rest ----------------------------------------------------------------------------------
