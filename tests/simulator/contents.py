@@ -288,7 +288,8 @@ def _dropped(op: Op, now: Content) -> Content:
     gone = {each for each in now.added if names & {tap.name for tap in each.taps}}
     if {tap.name for each in gone for tap in each.taps} != names:
         raise Refused("no such taps were added, or others with them")
-    return replace(now, added=now.added - gone)
+    dropped = now.dropped | {each.name for each in gone if each.name}
+    return replace(now, added=now.added - gone, dropped=dropped)
 
 
 def _copied(source: Content, now: Content | None) -> Content:
@@ -387,7 +388,10 @@ def between(lo: Content | None, hi: Content | None, found: Content | None) -> bo
         return True
     if hi is None or found is None:
         return False
-    was = {each.taps: each.through for each in lo.added} if lo else {}
+    old = {each.taps: each.through for each in lo.added} if lo else {}
+    # (A copy drops what its source has dropped; the same taps may follow from another pass.)
+    gone = {each.taps for each in lo.added if each.name in hi.dropped} if lo else set[Any]()
+    was = {taps: through for taps, through in old.items() if taps not in gone}
     will = {each.taps: each.through for each in hi.added}
     now = {each.taps: each.through for each in found.added}
     if len(now) < len(found.added):
@@ -398,8 +402,8 @@ def between(lo: Content | None, hi: Content | None, found: Content | None) -> bo
         and first <= len(found.generations) <= len(hi.generations)
         and found.generations == hi.generations[: len(found.generations)]
         and (lo.through if lo else -1) <= found.through <= hi.through
-        and all(was.get(t, -1) <= n <= will.get(t, was.get(t, -1)) for t, n in now.items())
-        and all(taps in was or taps in will for taps in now)
+        and all(was.get(t, -1) <= n <= max(old.get(t, -1), will.get(t, -1)) for t, n in now.items())
+        and all(taps in old or taps in will for taps in now)
         and all(taps in now for taps in was if taps in will)
     )
 
