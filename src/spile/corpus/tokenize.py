@@ -112,6 +112,11 @@ class TextTokenizer:
             ids = [np.concatenate([head, tokens]) for tokens in ids]
         return ids
 
+    def decode(self, ids: list[int]) -> str:
+        """Return token ids as text, including special tokens."""
+        with without_panic(self._path):
+            return self._tokenizer.decode(ids, skip_special_tokens=False)
+
     def encode_roles(
         self, texts: list[str], roles: Sequence[Sequence[tuple[int, int, int]]]
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:

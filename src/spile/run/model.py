@@ -2,6 +2,7 @@
 
 model = spile.load_model("demo")
 logits = model("The capital of France is Paris.")["logits"]
+last = model(["a", "longer text"], "resid_post:9").last()  # [2, width]
 clean = model.loss("The capital of France is Paris.")
 cut = model.to("1d")  # over all devices of this process
 steered = model.loss("The capital of France is Paris.", splice={"resid_post.9": added(vector)})
@@ -13,11 +14,13 @@ steered = model.loss("The capital of France is Paris.", splice={"resid_post.9": 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.core import trace_state_clean
+from jax.core import Tracer
 from jax.tree_util import Partial
 
 from spile.core.config import COMPUTE_DTYPES, Runtime, activation_dtype
@@ -25,6 +28,7 @@ from spile.core.errors import ConfigError
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.corpus.tokenize import TextTokenizer
 from spile.models.config.arch import Arch
+from spile.models.config.kernel_choice import BLOCKED, no_gradient
 from spile.models.config.specs import array_axes, axis_sizes
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.forward.decoder import (
@@ -36,7 +40,7 @@ from spile.models.forward.decoder import (
     stage_kinds,
 )
 from spile.models.forward.sharding import Shards, make_mesh, put
-from spile.models.forward.splice import Change, replaced
+from spile.models.forward.splice import Change, at_tokens, replaced
 from spile.models.forward.streamed import Passing, SweptModel, load_blocks, walk
 from spile.models.forward.weights import (
     ArrayLoader,
@@ -52,6 +56,7 @@ from spile.models.taps import Tap, parse_taps
 from spile.plan.residency import Machine, Residency, choose_residency
 from spile.plan.roofline import Workload
 from spile.run.step.step import Stage, StepDevices, StepSettings
+from spile.run.tap_values import TapValues, blanked
 from spile.run.world.devices import memory_limit, prepared_device
 
 _LONG = 2048  # tokens of a long context
@@ -154,7 +159,7 @@ class Model:
         self.arch = settings.arch
         self._name, self._settings, self._tokenizer = name, settings, tokenizer
         self._weights = weights
-        self._run = jax.jit(self._forward, static_argnames=("taps", "spliced"))
+        self._run = jax.jit(self._forward, static_argnames=("taps", "spliced", "attention"))
         self._run_stage = jax.jit(self._one_stage, static_argnames="stage")
 
     def to(self, mesh: str) -> "Model":
@@ -181,25 +186,37 @@ class Model:
             + (f", mesh {place.shards.layout}>" if place.shards else ">")
         )
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of each text."""
-        return self._tokenizer.encode(list(texts))
+    def encode(self, texts: str | Sequence[str]) -> list[np.ndarray]:
+        """Return the token ids of each text, with the special tokens that the model expects."""
+        return self._tokenizer.encode([texts] if isinstance(texts, str) else list(texts))
+
+    def decode(self, ids: int | Sequence[int] | np.ndarray | jax.Array) -> str:
+        """Return one text's token ids, or a single id, as text, including special tokens."""
+        given = np.asarray(ids)
+        if given.ndim > 1:
+            raise ConfigError("decode: one text at a time: [model.decode(row) for row in ids]")
+        if given.size and not np.issubdtype(given.dtype, np.integer):
+            raise ConfigError(f"decode: token ids are integers, not {given.dtype}")
+        self._check_ids(given)
+        return self._tokenizer.decode(given.reshape(-1).tolist())
 
     def __call__(
         self, tokens: Tokens, taps: str = "logits", *, splice: SplicedTaps | None = None
-    ) -> dict[str, jax.Array]:
-        """Return every tap's values [rows, seq, ...], by name; undefined beyond a context's end.
+    ) -> TapValues:
+        """Return every tap's values [rows, seq, ...], by name; NaN beyond the end of a context.
 
-        One text is one row. `encode` returns the tokens of a text.
+        One text is one row. `encode` returns the tokens of a text. The result knows how long each
+        context is: `.lengths`, `.mask`, `.last(tap)` and `.mean(tap)`.
 
         A new function in `splice` compiles a new program: put arrays that change from call to call
-        into a `jax.tree_util.Partial`.
+        into a `jax.tree_util.Partial`. jax can differentiate the values with respect to them.
         """
         ids, segments = self._padded(tokens)
-        changes = self._changes(splice or {})
+        changes = self._changes(splice or {}, segments > 0)
         chosen = parse_taps(taps, self.arch)
         rows, seq = ids.shape
         inputs = self._divided(ids, segments, spliced=bool(changes))
+        attention = self._attention()
         if isinstance(self._weights, SweptModel):
             found = self._block_by_block(self._weights, inputs, changes, chosen)
         else:
@@ -209,13 +226,30 @@ class Model:
                 tuple(changes.values()),
                 taps=chosen,
                 spliced=tuple(changes),
+                attention=attention,
             )
         shaped: dict[str, jax.Array] = {}
         for tap in chosen:
             values = found[tap.name]
             values = values.reshape(*inputs[0].shape, *values.shape[1:])[:rows, :seq]
             shaped[tap.name] = values[..., :seq] if tap.site == "attn_pattern" else values
-        return shaped
+        return TapValues(shaped, tuple(int(length) for length in segments.sum(axis=1)))
+
+    def _attention(self) -> str:
+        """The attention kernel of a call; fused ones cannot be differentiated.
+
+        Raises:
+            ConfigError: if jax follows this call's values, and the model cannot be differentiated.
+        """
+        settings = self._settings
+        if trace_state_clean():
+            return settings.attention
+        why = no_gradient(settings.place.device.platform, self.arch, settings.compute_dtype)
+        if isinstance(self._weights, SweptModel):
+            why = "streamed blocks are gone when the gradient needs them; give weights='resident'"
+        if why:
+            raise ConfigError(f"load_model: inside jax.grad, jit or vmap: {why}")
+        return BLOCKED
 
     def _divided(self, ids: np.ndarray, segments: np.ndarray, *, spliced: bool) -> tuple[Any, Any]:
         """Pad the inputs until the mesh divides their shape, and put them on it."""
@@ -234,10 +268,15 @@ class Model:
         return first, second
 
     def loss(self, tokens: Tokens, *, splice: SplicedTaps | None = None) -> float:
-        """Mean cross-entropy of the next token, in nats, over the tokens that have one."""
-        _, segments = self._padded(tokens)
-        logprob = np.asarray(self(tokens, "logprob", splice=splice)["logprob"])
-        return -float(logprob[:, :-1][segments[:, 1:] > 0].mean(dtype=np.float64))
+        """Mean cross-entropy of the next token, in nats, over the tokens that have one.
+
+        Inside `jax.grad` and other transformations of jax it is a scalar that jax follows.
+        """
+        found = self(tokens, "logprob", splice=splice)
+        logprob, scored = found["logprob"][:, :-1], found.mask[:, 1:]
+        if isinstance(logprob, Tracer):
+            return cast(float, -jnp.where(scored, logprob, 0.0).sum() / int(scored.sum()))
+        return -float(np.asarray(logprob)[scored].mean(dtype=np.float64))
 
     def _padded(self, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
         """Token ids [rows, seq], padded; and 1 where there is a token, 0 elsewhere."""
@@ -253,11 +292,15 @@ class Model:
         ids, segments = np.zeros((2, len(lengths), max(lengths)), np.int32)
         for row, context in enumerate(tokens):
             ids[row, : len(context)], segments[row, : len(context)] = context, 1
-        if ids.min() < 0 or ids.max() >= self.arch.vocab_size:
-            raise ConfigError(f"token ids must be 0 to {self.arch.vocab_size - 1}")
+        self._check_ids(ids)
         return ids, segments
 
-    def _changes(self, splice: SplicedTaps) -> dict[Tap, Partial]:
+    def _check_ids(self, ids: np.ndarray) -> None:
+        if ids.size and (ids.min() < 0 or ids.max() >= self.arch.vocab_size):
+            raise ConfigError(f"token ids must be 0 to {self.arch.vocab_size - 1}")
+
+    def _changes(self, splice: SplicedTaps, mask: np.ndarray) -> dict[Tap, Partial]:
+        """Return the changes by tap; they leave the filler beyond the end of contexts alone."""
         changes: dict[Tap, Partial] = {}
         for name, given in splice.items():
             try:
@@ -273,7 +316,7 @@ class Model:
                     raise ConfigError(f"splice {name!r}: only these can be changed: {known}")
                 if tap in changes:
                     raise ConfigError(f"splice {name!r}: {tap.name} is changed twice")
-                changes[tap] = change if isinstance(change, Partial) else Partial(change)
+                changes[tap] = at_tokens(mask, change)
         return changes
 
     def _block_by_block(
@@ -322,7 +365,10 @@ class Model:
         stage: Stage,
     ) -> tuple[Any, Any, dict[str, jax.Array]]:
         inputs = _inputs(ids, segments)
-        return self._settings.stage_values(stage, weights, changes, entering, inputs, contexts=1)
+        stream, onward, found = self._settings.stage_values(
+            stage, weights, changes, entering, inputs, contexts=1
+        )
+        return stream, onward, blanked(found, segments)
 
     def _forward(
         self,
@@ -333,9 +379,11 @@ class Model:
         *,
         taps: tuple[Tap, ...],
         spliced: tuple[Tap, ...],
+        attention: str,
     ) -> dict[str, jax.Array]:
-        settings = replace(self._settings, taps=taps, spliced=spliced)
-        return settings.values(params, changes, _inputs(ids, segments), contexts=1)
+        settings = replace(self._settings, taps=taps, spliced=spliced, attention=attention)
+        found = settings.values(params, changes, _inputs(ids, segments), contexts=1)
+        return blanked(found, segments)
 
 
 def _inputs(ids: jax.Array, segments: jax.Array) -> Inputs:

@@ -7,13 +7,14 @@ import pytest
 
 from spile.core.config import Runtime
 from spile.core.errors import ConfigError
-from spile.models.config.arch import STATE_SPACE, Latent, Layer
+from spile.models.config.arch import STATE_SPACE, Experts, Latent, Layer
 from spile.models.config.hf_config import read_config
 from spile.models.config.kernel_choice import (
     BLOCKED,
     KERNELS,
     KernelChoice,
     attention_kernels,
+    no_gradient,
 )
 from support import tiny
 
@@ -109,3 +110,12 @@ def test_a_kernel_that_is_asked_for_is_used_or_refused() -> None:
 def test_the_flag_knows_every_kernel() -> None:
     for name in ("auto", *KERNELS):
         assert Runtime(attention=name).attention == name
+
+
+def test_experts_in_16_bits_have_no_gradient_on_a_gpu() -> None:
+    routed = replace(ARCH, experts=Experts(count=4, chosen=2, normalised=True))
+    assert "compute_dtype='float32'" in str(no_gradient("gpu", routed, "bfloat16"))
+    for platform, arch, dtype in (
+        ("gpu", ARCH, "bfloat16"), ("gpu", routed, "float32"), ("cpu", routed, "bfloat16"),
+    ):  # fmt: skip
+        assert no_gradient(platform, arch, dtype) is None

@@ -80,6 +80,13 @@ def told_kernels(choices: Mapping[int, KernelChoice]) -> str:
     return "; ".join(parts)
 
 
+def no_gradient(platform: str, arch: Arch, dtype: str) -> str | None:
+    """Why jax cannot differentiate a model on a platform, with attention in blocks."""
+    if platform == "gpu" and arch.experts and dtype != "float32":
+        return "a GPU's kernels for experts have no gradient; give compute_dtype='float32'"
+    return None
+
+
 def _chosen(
     platform: str, arch: Arch, dtype: str, seq_len: int, missing: Mapping[str, str], wanted: str
 ) -> KernelChoice:

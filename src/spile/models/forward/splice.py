@@ -50,6 +50,21 @@ def only(where: Bool[Array, "rows seq"], change: Change) -> Change:
     return Partial(_only, where, change if isinstance(change, Partial) else Partial(change))
 
 
+def at_tokens(mask: Bool[np.ndarray, "rows seq"], change: Change) -> Partial:
+    """Apply a change to tokens, and leave the filler after them alone.
+
+    So values that hold NaN there can be spliced in: a key of NaN would spoil the tokens, too.
+    """
+    return Partial(_at_tokens, mask, change if isinstance(change, Partial) else Partial(change))
+
+
+def _at_tokens(mask: Array, change: Change, values: Array) -> Array:
+    new = change(values)
+    if new.shape != values.shape:
+        return new  # `_changed` refuses it, by the tap's name
+    return _only(mask, lambda _: new, values)
+
+
 def _replace(new: Array, values: Array) -> Array:
     return jnp.broadcast_to(new, values.shape)
 
