@@ -15,7 +15,6 @@ over rows, the cosine, and the divergence of the next token's probabilities.
 
 import argparse
 import gzip
-import importlib
 import importlib.resources
 import json
 import sys
@@ -33,6 +32,8 @@ import numpy as np
 import torch
 import transformers
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
 import spile
 from spile.check.compare import divergence, row_scales
 from spile.check.reference import Reference
@@ -41,8 +42,8 @@ from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.demo import demo_model
 from spile.models.forward import attention, decoder, kernels, ops
 from spile.models.taps import all_taps
+from support import families, tiny
 
-TESTS = Path(__file__).parent.parent / "tests"
 WAYS = ("eager", "sdpa", "spile")
 Rows = dict[str, list[np.ndarray]]  # by tap, context by context
 
@@ -237,18 +238,17 @@ def family_ratios(make: Callable[..., Any], seeds: int, tokens: int = 60) -> dic
 
 
 def tiny_model(make: Callable[..., Any], seed: int, folder: Path) -> None:
-    importlib.import_module("families").randomised(make, seed).save_pretrained(folder)
-    importlib.import_module("tiny").write_tokenizer(folder)
+    families.randomised(make, seed).save_pretrained(folder)
+    tiny.write_tokenizer(folder)
 
 
 def _print_families(wanted: str, seeds: int) -> None:
-    families = importlib.import_module("families").FAMILIES
-    names = [*families] if wanted == "all" else wanted.split(",")
+    names = [*families.FAMILIES] if wanted == "all" else wanted.split(",")
     width = max(map(len, names))
     by_site: dict[str, dict[str, float]] = {}
     for name in names:
         try:
-            found = family_ratios(families[name], seeds)
+            found = family_ratios(families.FAMILIES[name], seeds)
         except spile.SpileError as error:
             print(f"{name:{width}}  refused: {error}")
             continue
@@ -303,7 +303,6 @@ def main() -> None:
     given = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     if given.families:
-        sys.path.insert(0, str(TESTS))
         _print_families(given.families, given.seeds)
         return
     contexts = demo_contexts(given.contexts, given.tokens)
