@@ -177,7 +177,8 @@ class Places:
             for key in sorted(held.objects)
             if _DAMAGED[kind](key)
             and (key in named or "attempts/" not in key)
-            and not key.startswith(("damaged/", *dropped))
+            and "damaged/" not in key
+            and not key.startswith(tuple(dropped))
         ]
         if not keys:
             return None

@@ -24,6 +24,7 @@ from spile.dataset.records.heartbeat import Presence
 from spile.dataset.records.segments import columns_of
 from spile.dataset.records.table import Table
 from spile.dataset.records.unit_table import UnitColumns
+from spile.objects import LocalObjects
 from support import stored
 
 TAPS = {"resid_post.0": 4, "mlp_out.1": 2}
@@ -233,6 +234,32 @@ def test_a_missing_done_record_under_a_manifest_is_found(
     assert any(
         f.startswith("manifest.json") and fmt.CURRENT.done_key(1) in f for f in report.faults
     )
+
+
+class Finishing(LocalObjects):
+    """A dataset whose last unit another process commits once it was not found."""
+
+    def __init__(self, made: stored.Stored, last: int) -> None:
+        super().__init__(made.path)
+        self._made, self._last = made, last
+
+    def get(self, key: str) -> bytes:
+        try:
+            return super().get(key)
+        except FileNotFoundError:
+            if key == self._made.ledger.layout.done_key(self._last):
+                self._made.ledger.commit(self._made.attempt(self._last))
+                assert self._made.ledger.complete(self._made.table)
+            raise
+
+
+def test_what_is_derived_while_an_audit_runs_is_no_fault(tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "out", UNITS, commit=[0, 1])
+    report = verify(Finishing(made, 2), partial=True)
+    assert (report.ok, report.missing) == (True, [2]), report.faults
+    assert made.listed(fmt.SEGMENTS, fmt.MANIFEST)[0] == fmt.MANIFEST
+    report = verify(made.objects)
+    assert report.ok and not report.missing
 
 
 def test_units_not_done_are_a_fault_unless_partial(tmp_path: Path) -> None:

@@ -111,6 +111,19 @@ def test_an_unfinished_generation_is_shown_only_if_it_is_asked_for(
     assert verify(dataset.objects).ok
 
 
+def test_no_generation_is_read_that_a_manifest_would_hide(tmp_path: Path) -> None:
+    dataset = stored.build(tmp_path / "out", UNITS, grown=GROWN)
+    for key in dataset.listed(fmt.MANIFEST, fmt.GENERATIONS):
+        if key.endswith(fmt.MANIFEST):  # (a copy was killed before it created them)
+            (dataset.path / key).unlink()
+    holds(dataset.path, dataset, 4)
+    table = dataset.ledger.table()
+    assert dataset.ledger.complete(table.at(0))
+    holds(dataset.path, dataset, 4)
+    assert dataset.ledger.complete(table)
+    holds(dataset.path, dataset, 8)
+
+
 def test_a_reader_keeps_what_it_opened(tmp_path: Path) -> None:
     dataset = stored.build(tmp_path / "out", UNITS, grown=GROWN, commit=range(7))
     ds = spile.open(dataset.path)

@@ -266,6 +266,19 @@ def test_verify_compares_the_rows_of_a_pass_with_the_datasets(tmp_path: Path) ->
     assert f"passes/{added.name}/{key}: has other rows than the dataset (text_digest)" in faults
 
 
+def test_a_damaged_record_of_the_dataset_is_no_fault_of_its_passes(
+    tmp_path: Path,
+) -> None:
+    made = stored.copied(tmp_path / "acts")
+    added, _ = stored.add_pass(made, {"z.0": 4})
+    key = made.ledger.layout.done_key(0)
+    data = made.objects.get(key)
+    (made.path / key).write_bytes(data[: len(data) // 2])
+    report = verify(made.objects)
+    assert [*report.damaged] == [0] and all(key in fault for fault in report.faults)
+    assert report.passes[added.name].ok
+
+
 def test_the_damaged_record_of_a_pass_is_set_aside_in_its_folder(tmp_path: Path) -> None:
     made = stored.copied(tmp_path / "acts")
     added, _ = stored.add_pass(made, {"z.0": 4})

@@ -5,10 +5,11 @@ against the records, rows against the index (`audit.py`), and the manifest again
 derivation. Files that no record names are listed as orphans (`gc.py` removes those).
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from spile.dataset.records.passes import Pass, live_passes, pass_names, readable
 from spile.dataset.records.prediction import Prediction
 from spile.dataset.records.segments import derive_segment, describes, read_statistics
 from spile.dataset.records.table import Table, read_tokenizer, table_records, tokenizer_data
-from spile.objects import Entry, Objects, exists
+from spile.objects import Entry, Objects
 
 _RECORDS = {
     fmt.MODEL: "model",
@@ -198,9 +199,11 @@ def _audit_ledger(
     if signed:
         report.faults += check_beside(objects, table, signed)
         report.signed_by = f"{signed.signer} ({signed.key})"
-    total = Audit(0)
+    total, manifests = Audit(0), ledger.derived.manifest_keys()
     for group in range(table.layout.groups(report.units)):
-        # One group at a time: memory does not grow with the dataset.
+        # One group at a time: memory does not grow with the dataset. What is derived from records
+        # is looked for before them: it may appear while they are read.
+        sealed = ledger.derived.segments_of(table, group)
         records = list(_read_records(ledger, table, group, report))
         if signed:
             faults, unsigned = check_units(table, group, records, signed)
@@ -235,7 +238,7 @@ def _audit_ledger(
             if journal and not (found.faults or found.known):
                 journal.note(done)
         if len(report.faults) == before:  # else it cannot be derived, or follows from damage
-            _check_segments(ledger, table, group, records, statistics, report)
+            _check_segments(ledger, table, sealed, records, statistics, report)
         named = {file.key for done in records for file in done.files()}
         report.orphans += sorted({*(entries or objects.list(prefix))} - named)
     if report.unsigned:
@@ -244,7 +247,7 @@ def _audit_ledger(
         report.faults.append(f"{report.absent} of {report.units} units are not done")
     elif table.shuffled and not quick and report.ok:
         _check_sums(table, total, report)
-    _check_records(ledger, table, report, partial)
+    _check_records(ledger, table, report, partial, manifests)
     return report
 
 
@@ -285,7 +288,7 @@ Statistics = list[Mapping[str, TapStats] | None]
 def _check_segments(
     ledger: Ledger,
     table: Table,
-    group: int,
+    sealed: Mapping[str, Table],
     records: list[Done],
     statistics: Statistics,
     report: Report,
@@ -293,34 +296,26 @@ def _check_segments(
     """Check that the segments of a group follow from its records: one for each generation of it.
 
     Args:
+        sealed: the segments, by key, each with the table of its generation.
         statistics: those of each unit, as far as they were read.
     """
-    numbers = table.layout.generations_of(group)
-    for number in numbers:
-        each = table.at(number)
+    for key, each in sealed.items():
         had = [done.unit < len(each.units) for done in records]
-        if any(had) or number == numbers[-1]:
-            _check_segment(
-                ledger,
-                each,
-                group,
-                [*itertools.compress(records, had)],
-                [*itertools.compress(statistics, had)],
-                report,
-            )
+        of_records, of_statistics = (
+            [*itertools.compress(found, had)] for found in (records, statistics)
+        )
+        _check_segment(ledger, each, key, of_records, of_statistics, report)
 
 
 def _check_segment(
     ledger: Ledger,
     table: Table,
-    group: int,
+    key: str,
     records: list[Done],
     statistics: Statistics,
     report: Report,
 ) -> None:
-    key = table.layout.segment_key(group)
-    if not exists(ledger.objects, key):
-        return
+    group = fmt.parse_segment_key(key) or 0
     if len(records) < len(table.layout.units_of(group, len(table.units))):
         fault = f"{key}: says that its units are done, but done records are missing"
     else:
@@ -384,15 +379,31 @@ def _read_records(ledger: Ledger, table: Table, group: int, report: Report) -> I
                 report.faults.append(f"{key}: {why}")
             if done.rows and {s.tap for s in done.shards} != set(table.taps):
                 report.faults.append(f"{key}: does not hold exactly the taps of the recipe")
-            if ledger.of_pass and (differs := ledger.of_pass.other_rows(done)):
+            if differs := _other_rows(ledger, done):
                 report.faults.append(f"{key}: has other rows than the dataset ({differs})")
             if len(report.faults) > before:
                 report.damaged[done.unit] = record_digest(done)
             yield done
 
 
-def _check_records(ledger: Ledger, table: Table, report: Report, partial: bool) -> None:
-    """Check everything beside the units: weights' hashes, heartbeats, the derived manifest."""
+def _other_rows(ledger: Ledger, done: Done) -> str | None:
+    """Return how the rows of a pass's unit differ from the dataset's; None if they do not.
+
+    A record of the dataset that cannot be read is a fault of the dataset alone.
+    """
+    with contextlib.suppress(SpileError):
+        return ledger.of_pass and ledger.of_pass.other_rows(done)
+    return None
+
+
+def _check_records(
+    ledger: Ledger, table: Table, report: Report, partial: bool, manifests: Collection[str]
+) -> None:
+    """Check everything beside the units: weights' hashes, heartbeats, the derived manifest.
+
+    Args:
+        manifests: those that were there before records of units were read.
+    """
     present: set[str] = set()
     named = named_files(table)
     derived = {fmt.manifest_key(number): number for number in range(len(table.generations) + 1)}
@@ -405,7 +416,8 @@ def _check_records(ledger: Ledger, table: Table, report: Report, partial: bool) 
         before = len(report.faults)
         body = _read_beside(ledger, key, kind, report)
         if body is not None and kind == "manifest":
-            found = _check_manifest(ledger, table.at(derived[key]), report, sums)
+            is_later = key not in manifests
+            found = _check_manifest(ledger, table.at(derived[key]), report, sums, is_later)
             named |= named_by(found) if found else set()
         elif body is not None:
             _check_beside(kind, body, table, report)
@@ -521,16 +533,19 @@ def _check_beside(kind: str, body: dict[str, Any], table: Table, report: Report)
 
 
 def _check_manifest(
-    ledger: Ledger, table: Table, report: Report, before: ManifestSums
+    ledger: Ledger, table: Table, report: Report, before: ManifestSums, is_later: bool
 ) -> Manifest | None:
     """Check that the manifest follows from the done records, and from segments that do.
 
     Args:
         before: as in `Derived.derive`.
+        is_later: whether it was created after records were read; some may have been missing then.
     """
     key = table.layout.manifest_key
     missing = [unit for unit in report.missing if unit < len(table.units)]
     damaged = any(unit < len(table.units) for unit in report.damaged)
+    if is_later and missing:
+        return ledger.derived.read_manifest(table.layout)
     if missing or (damaged and report.units_done < report.units):
         keys = [table.layout.done_key(unit) for unit in missing]
         more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""

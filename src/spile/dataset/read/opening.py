@@ -1,6 +1,5 @@
 """Opening a dataset: which generation, which passes and which units a reader gets."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -110,20 +109,18 @@ def _finished(
 
 
 def _own_part(ledger: Ledger, newest: Table, partial: bool) -> TapGroup:
-    """Return the units that are done so far, or those of a generation that are all done."""
+    """Return the units that are done so far, or those of the table if they are all done."""
     table = newest
     if not partial:
-        there = ledger.done_units()
-        first_missing = next(unit for unit in itertools.count() if unit not in there)
-        every = reversed(newest.every_generation())
-        whole = next((each for each in every if len(each.units) <= first_missing), None)
-        if whole is None:
-            base = range(len(newest.at(0).units))
+        # Later generations are read by their manifests. Those are created in order, so if readers
+        # got a generation before, they would lose it once an earlier one has its manifest.
+        table, there = newest.at(0), ledger.done_units()
+        base = range(len(table.units))
+        if not there.issuperset(base):
             raise StoreError(
                 f"{ledger.url}: {len(there.intersection(base))} of {len(base)} units are done; "
                 "finish with the same `spile extract`, or open with partial=True"
             )
-        table = whole
     scales = ledger.read_scales(table)
     units = ledger.catalog_so_far(table)
     return TapGroup(table, units, _needed(scales) if len(units) else {})

@@ -81,6 +81,17 @@ class Derived:
         found = {group for key in keys if (group := fmt.parse_segment_key(key)) is not None}
         return {group for group in found if layout.segment_key(group) in keys}
 
+    def segments_of(self, table: Table, group: int) -> dict[str, Table]:
+        """Return the keys of a group's segments that exist, each with its generation's table."""
+        every = map(table.at, table.layout.generations_of(group))
+        keys = {each.layout.segment_key(group): each for each in every}
+        return {key: each for key, each in keys.items() if exists(self._objects, key)}
+
+    def manifest_keys(self) -> set[str]:
+        """Return the keys of all manifests that exist."""
+        found = {k for k in self._objects.list(fmt.GENERATIONS) if k.endswith(fmt.MANIFEST)}
+        return found | ({fmt.MANIFEST} if exists(self._objects, fmt.MANIFEST) else set[str]())
+
     def read_manifest(self, layout: KeyLayout) -> Manifest | None:
         """Return the manifest of a layout's generation."""
         body = fmt.read_record(self._objects, layout.manifest_key, "manifest")
