@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import tracemalloc
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -304,6 +305,23 @@ def test_places_that_are_taken_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="belongs to no dataset"):
         shuffle(made.objects, LocalObjects(tmp_path / "home"))
     assert os.listdir(tmp_path / "home") == ["letter.txt"]
+
+
+class Overtaken(LocalObjects):
+    """A place where another dataset is made while the first listing runs."""
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        found = [*super().list(prefix)]
+        if not (self.root / fmt.UNITS).exists():
+            stored.build(self.root, ((5,),), seed=1)
+        return iter(found)
+
+
+def test_a_dataset_that_appears_meanwhile_is_not_taken_for_the_result(tmp_path: Path) -> None:
+    made = stored.copied(tmp_path / "out")
+    with pytest.raises(ConfigError, match="holds another dataset"):
+        shuffle(made.objects, Overtaken(tmp_path / "dest"))
+    assert verify(LocalObjects(tmp_path / "dest")).ok
 
 
 def test_the_command_shuffles_and_other_verbs_work_on_the_result(

@@ -228,11 +228,16 @@ class NewDataset:
         self.table = replace(table, units=table.units.stored())
         self._key, self._other = key, other
 
-    def units_there(self) -> set[int]:
-        """Return the units that are done; refuse a place that holds anything else."""
+    def is_there(self) -> bool:
+        """Return whether the table is there, so that all is; refuse another's."""
         found = self.ledger.read_table()
         if found is not None and _identity(found) != _identity(self.table):
             raise self.other_dataset_error()
+        return found is not None
+
+    def units_there(self) -> set[int]:
+        """Return the units that are done; refuse a place that holds anything else."""
+        self.is_there()
         refuse_strangers(self.objects, [fmt.SCRATCH])
         units = self.ledger.done_units()
         if not units.issubset(range(len(self.table.units))):

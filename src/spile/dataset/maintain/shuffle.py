@@ -158,7 +158,7 @@ class _Shuffle:
                 rows = int(self.records.catalog.starts[-1])
                 inside = self.scratch.startswith(self.dest.url)
                 refuse_if_too_large(self.dest, self.table.taps, rows * (1 + inside))
-        if new.ledger.read_table() is None:
+        if not new.is_there():
             new.begin(self.source, self.records)
             copy_check(self.source, self.dest)
             level = self._scattered(passes)
