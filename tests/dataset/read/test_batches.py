@@ -467,6 +467,19 @@ def test_the_state_of_another_dataset_is_refused(ds: spile.Dataset, tmp_path: Pa
             batches(ds).load_state_dict({**state, **wrong})
 
 
+def test_a_state_of_a_tap_is_not_taken_once_another_recipe_makes_it(tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "out")
+    first, _ = stored.add_pass(made, {"q.0": 4})
+    own, added = (spile.open(made.path).batches(tap, 7) for tap in ("resid_post.0", "q.0"))
+    first.drop()
+    stored.add_pass(made, {"q.0": 4}, dtype="float16")
+    again = spile.open(made.path).batches(["resid_post.0", "q.0"], 7)
+    with pytest.raises(ConfigError, match=r"another iteration: there q\.0 had another recipe"):
+        again.load_state_dict(added.state_dict())
+    again.load_state_dict(own.state_dict())  # the rows are the same, in the same order
+    again.load_state_dict({**own.state_dict(), "taps": None})  # of an earlier version
+
+
 # -- what is asked for -----------------------------------------------------------------------
 
 

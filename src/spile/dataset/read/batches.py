@@ -30,7 +30,8 @@ class Batches:
         self.views, self._order, self._options = views, order, options
         self.share = share or RankShare(options.batch_size, options.rank, options.world)
         self._schedule = EpochSchedule(order, self.share, options.epochs, options.drop_last)
-        self._cursor = EpochCursor(order.identity, options.epochs, "iteration")
+        taps = {name: made[:16] for view in views for name, made in view.made_by.items()}
+        self._cursor = EpochCursor(order.identity, options.epochs, "iteration", taps)
         self._given = 0
         self._number = 0  # number of the next batch, counted from the start of the schedule
         self._ahead = ReadAhead(views, self._schedule)

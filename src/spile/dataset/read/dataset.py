@@ -563,7 +563,8 @@ class Dataset:
 
     def view(self, names: Mapping[str, str], options: BatchOptions) -> View:
         """Return what batches show: taps by the names that they have there."""
-        return View(self._stored, names, options, self.statistics)
+        made_by = {name: self._part_of[tap].table.fingerprint for name, tap in names.items()}
+        return View(self._stored, names, options, self.statistics, made_by)
 
     def order(self, options: BatchOptions, row_bytes: int) -> Order:
         """Return the order of rows in batches; a window holds `row_bytes` of each."""

@@ -9,7 +9,7 @@ depend on their number.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -96,9 +96,20 @@ class EpochCursor:
     the next epoch.
     """
 
-    def __init__(self, identity: Mapping[str, Any], epochs: int | None, what: str) -> None:
-        """`identity`: what the order follows from, as JSON; `what`: its name in errors."""
-        self.epoch, self.position = 0, 0
+    def __init__(
+        self,
+        identity: Mapping[str, Any],
+        epochs: int | None,
+        what: str,
+        taps: Mapping[str, str] | None = None,
+    ) -> None:
+        """Args:
+        identity: what the order follows from, as JSON.
+        what: its name in errors.
+        taps: the fingerprint of each tap's recipe. A state of other taps is accepted, but not one
+            of the same taps by another recipe.
+        """
+        self.epoch, self.position, self._taps = 0, 0, dict(taps or {})
         self._identity, self._epochs, self._what = dict(identity), epochs, what
 
     @property
@@ -114,19 +125,29 @@ class EpochCursor:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON."""
-        return {"epoch": self.epoch, "position": self.position, **self._identity}
+        taps = {"taps": self._taps} if self._taps else {}
+        return {"epoch": self.epoch, "position": self.position, **self._identity, **taps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Move to the position of a state.
 
         Raises:
-            ConfigError: if the state belongs to another order, or is invalid.
+            ConfigError: if the state belongs to another order or to taps of other recipes, or is
+                invalid.
         """
         mine = self._identity
         changed = [key for key in mine if key not in state or state[key] != mine[key]]
         if changed:
             told = ", ".join(f"{k} {state.get(k)!r} there, {mine[k]!r} here" for k in changed)
             raise ConfigError(f"this state is of another {self._what}: {told}")
+        told = state.get("taps")
+        theirs = cast(dict[str, Any], told) if isinstance(told, dict) else {}
+        taps = [tap for tap, made in self._taps.items() if theirs.get(tap, made) != made]
+        if taps:
+            raise ConfigError(
+                f"this state is of another {self._what}: there {', '.join(taps)} had another "
+                "recipe (ds.recipe_of); begin without it"
+            )
         epoch, position = state.get("epoch"), state.get("position")
         if type(epoch) is not int or type(position) is not int or min(epoch, position) < 0:
             raise ConfigError(

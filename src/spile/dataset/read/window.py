@@ -106,11 +106,16 @@ class View:
         names: Mapping[str, str],
         options: BatchOptions,
         statistics: Callable[[str], TapStats],
+        made_by: Mapping[str, str] | None = None,
     ) -> None:
-        """`names` maps requested names to taps; `statistics` returns those of a tap."""
+        """Args:
+        names: the tap of each requested name.
+        statistics: returns those of a tap.
+        made_by: the fingerprint of the recipe of each requested name.
+        """
         if "index" in names:
             raise ConfigError("the index is no tap; it is given unless index=False")
-        self.stored, self.names = stored, names
+        self.stored, self.names, self.made_by = stored, names, made_by or {}
         self.index, self.encoded = options.index, options.encoded
         self.taps = {tap: stored.table.taps[tap] for tap in names.values()}
         self._dtype = None if options.dtype is None else _parsed(options.dtype)
