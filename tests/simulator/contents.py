@@ -50,10 +50,11 @@ class Content:
         files: in their order.
         generations: the documents of each, unit by unit; the first is the table's own.
         through: the newest generation that is complete; -1: not even the first.
-        most: a limit on documents.
+        limits: on documents, with the table and with each later generation.
         shuffled: whether rows have a random order.
         made: whether it was made from units of others.
         dropped: the names of the passes that were.
+        records: those of the units that are done, of passes, too; by key, if they were found.
     """
 
     rules: Rules
@@ -63,14 +64,20 @@ class Content:
     generations: tuple[Units, ...]
     through: int
     added: frozenset[Added] = frozenset()
-    most: int | None = None
+    limits: tuple[int | None, ...] = (None,)
     shuffled: bool = False
     made: bool = field(default=False, compare=False)
     dropped: frozenset[str] = field(default=frozenset(), compare=False)
+    records: Mapping[str, bytes] = field(default_factory=dict[str, bytes], compare=False)
 
     @property
     def last(self) -> int:
         return len(self.generations) - 1
+
+    @property
+    def most(self) -> int | None:
+        """The newest limit on documents."""
+        return self.limits[-1]
 
     def docs(self, generation: int | None = None) -> tuple[Doc, ...]:
         """The documents up to a generation, all by default."""
@@ -217,9 +224,12 @@ def after(op: Op, world: World, grown: tuple[str, ...]) -> Content | None:
     made = {
         "part": _part, "merge": _merged, "compact": _whole, "shuffle": _whole, "like": _like,
     }[op.kind](op, parts)  # fmt: skip
-    if now is not None and replace(made, through=now.through).uncut != now.uncut:
+    if now is None:
+        return made
+    # (Taps may have been added to what an earlier one has made.)
+    if replace(made, through=now.through, added=now.added).uncut != now.uncut:
         raise Refused(f"{op.place} holds another dataset")
-    return made
+    return replace(made, added=now.added, dropped=now.dropped)
 
 
 def _there(content: Content | None) -> Content:
@@ -233,7 +243,7 @@ def _extracted(op: Op, now: Content | None, files: Mapping[str, tuple[str, ...]]
     names = files[op.source]
     if now is None:
         docs = documents(names, most=op.most)
-        return Content(op.rules, op.taps, (op.source,), names, ((docs,),), 0, most=op.most)
+        return Content(op.rules, op.taps, (op.source,), names, ((docs,),), 0, limits=(op.most,))
     every = (*names, *(name for source in now.sources[1:] for name in files[source]))
     if {*every} != {*now.files}:
         raise Refused(f"its files are {' '.join(now.files)}")
@@ -248,6 +258,10 @@ def _extracted(op: Op, now: Content | None, files: Mapping[str, tuple[str, ...]]
 def _grown(op: Op, now: Content, files: Mapping[str, tuple[str, ...]]) -> Content:
     if now.shuffled:
         raise Refused("it is shuffled")
+    if op.most is not None and op.most < len(now.docs()):
+        raise Refused("it has more documents")
+    if now.made and (now.most is not None or op.most is not None):
+        raise Refused("it was made of others, whose limit does not tell where it ends")
     sources = now.sources
     if op.source and op.source not in sources:
         sources = (*sources, op.source)
@@ -257,7 +271,7 @@ def _grown(op: Op, now: Content, files: Mapping[str, tuple[str, ...]]) -> Conten
     if now.most is None:
         docs = documents(new, now.next_ordinal)
         if most is not None:
-            docs = docs[: max(0, most - len(now.docs()))]
+            docs = docs[: most - len(now.docs())]
     else:
         docs = documents((*now.files, *new), most=most)[len(now.docs()) :]
     if not docs:
@@ -268,7 +282,7 @@ def _grown(op: Op, now: Content, files: Mapping[str, tuple[str, ...]]) -> Conten
         files=(*now.files, *new),
         generations=(*now.generations, (docs,)),
         through=now.last + 1,
-        most=most,
+        limits=(*now.limits, most),
     )
 
 
@@ -298,18 +312,34 @@ def _copied(source: Content, now: Content | None) -> Content:
     shorter, longer = sorted((source, now), key=lambda each: each.last)
     beginning = replace(
         longer, generations=longer.generations[: len(shorter.generations)], added=shorter.added,
-        through=shorter.through, files=shorter.files, sources=shorter.sources, most=shorter.most,
+        through=shorter.through, files=shorter.files, sources=shorter.sources,
+        limits=longer.limits[: len(shorter.generations)],
     )  # fmt: skip
     if beginning != shorter or longer.files[: len(shorter.files)] != shorter.files:
         raise Refused("the copy is of another dataset, or has grown otherwise")
-    ahead = max(source, now, key=lambda each: (each.last, each.through))
+    made_otherwise = [
+        key for key, data in source.records.items() if now.records.get(key, data) != data
+    ]
+    if made_otherwise:
+        raise Refused(f"{made_otherwise[0]} is of a unit that the copy has made itself")
     # Taps that were added to the copy alone stay; those that either has dropped are gone.
     dropped = source.dropped | now.dropped
-    there = {each.taps: each for each in (*now.added, *source.added) if each.name not in dropped}
-    for each in (*now.added, *source.added):
-        if each.taps in there and each.through > there[each.taps].through:
+    there = {each.taps: each for each in now.added if each.name not in dropped}
+    for each in source.added:
+        if any(_of_other_pass(each, other) for other in there.values()):
+            raise Refused("the copy has such taps from another pass")
+    for each in source.added:
+        had = there.get(each.taps)
+        if each.name not in dropped and (had is None or each.through > had.through):
             there[each.taps] = each
+    ahead = max(source, now, key=lambda each: (each.last, each.through))
     return replace(ahead, added=frozenset(there.values()), dropped=dropped)
+
+
+def _of_other_pass(one: Added, other: Added) -> bool:
+    """Whether two passes have the same tap. (Those without a name are told apart by their taps.)"""
+    same = one.name == other.name if one.name and other.name else one.taps == other.taps
+    return not same and bool({tap.name for tap in one.taps} & {tap.name for tap in other.taps})
 
 
 def flat(content: Content) -> Content:
@@ -321,8 +351,9 @@ def flat(content: Content) -> Content:
     whole = [each.taps for each in content.added if each.through >= 0]
     taps = content.taps.union(*whole)
     return replace(
-        content, taps=taps, generations=(content.units,), through=0, added=frozenset(), made=True
-    )
+        content, taps=taps, generations=(content.units,), through=0, added=frozenset(), made=True,
+        limits=(content.most,),
+    )  # fmt: skip
 
 
 def _one_recipe(content: Content) -> Content:
@@ -360,7 +391,7 @@ def _merged(op: Op, parts: list[Content]) -> Content:
     units, files = list[tuple[Doc, ...]](), list[str]()
     begin = 0
     for part in flattened:
-        same = (part.rules, part.taps, part.most) == (first.rules, first.taps, first.most)
+        same = (part.rules, part.taps) == (first.rules, first.taps)
         if not same or part.shuffled:
             raise Refused("they are of different recipes, or shuffled")
         units += [tuple(d._replace(ordinal=d.ordinal + begin) for d in u) for u in part.units]
@@ -368,8 +399,17 @@ def _merged(op: Op, parts: list[Content]) -> Content:
         begin += part.next_ordinal
     if len({*files}) < len(files):
         raise Refused("a file is in two of them")
+    # A limit that left nothing out does not count. (A part of a dataset does not tell.)
+    ended = [
+        part.most is not None and (part.made or len(part.docs()) >= part.most) for part in parts
+    ]
+    if any(ended[:-1]):
+        raise Refused("one that is not the last ends at its limit")
     sources = tuple(source for part in flattened for source in part.sources)
-    return replace(first, sources=sources, files=tuple(files), generations=(tuple(units),))
+    return replace(
+        first, sources=sources, files=tuple(files), generations=(tuple(units),),
+        limits=(sum(map(len, units)) if ended[-1] else None,),
+    )  # fmt: skip
 
 
 def _like(op: Op, parts: list[Content]) -> Content:
@@ -377,8 +417,9 @@ def _like(op: Op, parts: list[Content]) -> Content:
     if like.shuffled or like.rules.where != op.rules.where:
         raise Refused("its rows would differ")
     return replace(
-        like, rules=op.rules, taps=op.taps, generations=(like.units,), through=0, added=frozenset()
-    )
+        like, rules=op.rules, taps=op.taps, generations=(like.units,), through=0, added=frozenset(),
+        limits=(like.most,),
+    )  # fmt: skip
 
 
 def between(lo: Content | None, hi: Content | None, found: Content | None) -> bool:
@@ -416,7 +457,6 @@ def found_in(reader: PageReader | None, grows: Path) -> Content | None:
     if reader is None:
         return None
     table, recipe = reader.table, reader.table["recipe"]
-    newest = reader.generations[-1] if reader.generations else None
     sources = table.get("sources", [recipe["corpus_source"]])
     for more in reader.generations:
         first, *added = more["sources"]
@@ -429,6 +469,7 @@ def found_in(reader: PageReader | None, grows: Path) -> Content | None:
     whole = [number for number in range(len(reader.counts)) if reader.has_manifest(number)]
     if not whole and len(reader.done(range(reader.counts[0]))) == reader.counts[0]:
         whole = [0]
+    done = tuple(f"{each.prefix}done/" for each in (reader, *reader.live))
     passes = [
         Added(
             _taps_of(each),
@@ -445,10 +486,11 @@ def found_in(reader: PageReader | None, grows: Path) -> Content | None:
         generations=tuple(units[a:b] for a, b in zip(bounds, bounds[1:], strict=False)),
         through=max(whole, default=-1),
         added=frozenset(passes),
-        most=newest["max_docs"] if newest else recipe["max_docs"],
+        limits=(recipe["max_docs"], *(more["max_docs"] for more in reader.generations)),
         shuffled="shuffled" in table,
         made="made_of" in table,
         dropped=frozenset(key.split("/")[1] for key in reader.objects if _DROPPED in key),
+        records={key: data for key, data in reader.objects.items() if key.startswith(done)},
     )
 
 

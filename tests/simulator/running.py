@@ -102,7 +102,6 @@ class Run:
         self._grown = list(GROWS_FROM)
         self._undone: dict[str, set[str]] = {place: set() for place in places}
         self._made_from: dict[str, tuple[str, Content | None]] = {}
-        self._copied_from: dict[str, str] = {}
         self._recut: set[str] = set()  # places whose units do not follow from their corpus
         self._states: list[_State] = []
         self._runs: Counter[str] = Counter()
@@ -334,8 +333,6 @@ class Run:
             cut = each.op.kind == "compact" or not self._recut.isdisjoint(each.op.of)
             if each.op.kind in ONTO and each.op.kind != "like" and cut:
                 self._recut.add(each.op.place)
-            if each.outcome == "ok" and each.op.kind == "copy":
-                self._copied_from.setdefault(each.op.place, each.op.of[0])
         judged = dict.fromkeys([*changed, *(each.op.place for each in ran)])
         found = {place: self.places.found(place) for place in judged}
         self.world |= found
@@ -382,13 +379,26 @@ class Run:
                 spans = [span for lo, hi in spans for span in self._span(each, lo, hi)]
             found += spans
         for one, other in (ran, ran[::-1]) if len(ran) > 1 else ():
-            # A copy takes of a source what is there when it comes to it.
-            if one.op.kind == "copy" and one.outcome == "ok" and other.op.place in one.op.of:
-                for lo, hi in self._span(other, dict(before), dict(before)):
-                    place = one.op.place
-                    least, most = (self._after(one.op, world) for world in (before, hi))
-                    found.append(({**lo, place: least[0]}, {**hi, place: most[0]}))
+            if one.op.kind in ONTO and one.outcome == "ok" and other.op.place in one.op.of:
+                found += self._meanwhile(one.op, other, before)
         return found
+
+    def _meanwhile(
+        self, op: Op, other: _Running, before: Mapping[str, Content | None]
+    ) -> Generator[tuple[dict[str, Content | None], dict[str, Content | None]], None, None]:
+        """What a command may have made of a place that another was changing: of what it found."""
+        for lo, hi in self._span(other, dict(before), dict(before)):
+            place, source = other.op.place, before[other.op.place]
+            least, most = self._after(op, before), self._after(op, hi)
+            if op.kind == "copy" and least and most:
+                yield {**lo, op.place: least[0]}, {**hi, op.place: most[0]}
+            now = hi[place]
+            if source is not None and now is not None and other.op.kind == "copy":
+                # Drops come first.
+                kept = {each for each in source.added if each.name not in now.dropped}
+                bare = replace(source, added=frozenset(kept), dropped=now.dropped)
+                for made in self._after(op, {**before, place: bare}):
+                    yield {**lo, op.place: made}, {**hi, op.place: made}
 
     def _after(self, op: Op, world: Mapping[str, Content | None]) -> list[Content | None]:
         try:
@@ -416,24 +426,14 @@ class Run:
         except Refused:
             return False
         parts = [part for place in op.of if (part := before[place])]
-        if op.kind == "copy" and now is not None:
-            return self._copied_from.get(op.place) == op.of[0] and now.added <= parts[0].added
-        if op.kind == "merge" and {(part.taps, part.most) for part in parts} != {
-            (parts[0].taps, None)
-        }:
-            return False
         if op.kind == "like" and (
             op.of[0] in self._recut or parts[0].made or not self._found_again(parts[0])
         ):
             return False
         if op.kind in ONTO:
-            return now is None
+            return now is None or op.kind == "copy"
         if now is None:
             return op.kind == "extract"
-        if op.kind in ("more", "add-corpus"):
-            limited = now.most is not None or op.most is not None
-            shorter = op.most is not None and op.most < len(now.docs())
-            return not (now.made and limited) and not shorter
         if op.kind == "add-taps":
             return self._found_again(now)
         if op.kind == "extract":
@@ -504,10 +504,6 @@ class Run:
             if running.outcome != "killed":
                 break
         if running.outcome == "ok":
-            # (Units that were made again are no longer those of a copy.)
-            self._copied_from = {
-                to: of for to, of in self._copied_from.items() if op.place not in (to, of)
-            }
             self.places.has_changed(op.place)
             self.world[op.place] = self.places.found(op.place)
             # (It also makes units that a pass lacks.)
