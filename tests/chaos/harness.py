@@ -25,7 +25,7 @@ from spile.objects import Objects, open_objects
 from support import tiny, zygote
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
-_PROGRESS = re.compile(r" *\d+%  .*  q [\d·]+|loading and compiling$")
+_PROGRESS = re.compile(r"(spile: )?( *\d+%  .*  q [\d·]+|[\w, ]+  \d+:\d\d(  ETA .*)?$)")
 _started: list[subprocess.Popen[str]] = []
 
 

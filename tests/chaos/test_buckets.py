@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos.harness import Witness, Work, check_same, launch, run, wait_for
+from chaos.harness import Witness, Work, check_same, launch, run, said, wait_for
 from spile.objects import bucket, open_objects
 from support import servers, tiny
 from support.marks import some
@@ -156,5 +156,5 @@ def test_a_service_that_is_gone_for_good_ends_the_run_in_one_line(
     for name, value in servers.s3_environment(f"http://127.0.0.1:{tiny.free_port()}").items():
         monkeypatch.setenv(name, value)
     result = run("extract", *Work(model, corpus, OPTIONS).flags("s3://nowhere/x"))
-    assert result.code == 3 and len(result.err.splitlines()) == 1, result.err
+    assert result.code == 3 and len(said(result.err)) == 1, result.err
     assert "s3://nowhere/x" in result.err

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
-from chaos.harness import Work, check_refused, check_sound, run
+from chaos.harness import Work, check_refused, check_sound, run, said
 from spile.core.tensors import map_tensor, read_header
 from spile.corpus.tokenize import TextTokenizer
 from spile.dataset.records.ledger import Ledger
@@ -21,6 +21,7 @@ from spile.models.files.checkpoint import open_checkpoint, read_arch
 from spile.models.sites import SITES
 from spile.models.taps import all_taps
 from spile.objects import LocalObjects
+from spile.run.pipeline import display
 from support import tiny
 from support.stored import Stored, reseal
 
@@ -245,9 +246,36 @@ def test_check_says_how_far_each_tap_is_and_where_things_may_be(
         assert float(cosine) > 0.999
     assert lines[-1].startswith(f"{checked}: every tap agrees with the reference (2 documents, ")
     assert "transformers " in lines[-1] and "torch " in lines[-1]
-    for line in result.err.splitlines():
+    for line in said(result.err):
         assert line.startswith("spile: loading "), "nothing but what was asked for"
     check_sound(checked)
+
+
+WAITS = {
+    "compile": "compiling for ",
+    "plan": "reading the model and the corpus  ",
+    "shuffle": "shuffling  ",
+    "check": "comparing with HF transformers  ",
+}
+
+
+@pytest.mark.parametrize("verb", WAITS)
+def test_a_verb_that_takes_long_says_for_how_long(
+    verb: str, made: Work, checked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(display, "_SILENT_SECONDS", 0.002)
+    model = ["--model", made.model, "--taps", "embed"]
+    words = {
+        "compile": model,
+        "plan": [*model, "--corpus", made.corpus, "--calibrate", "off"],
+        "shuffle": [checked, tmp_path / "shuffled"],
+        "check": [checked, "--samples", 1],
+    }[verb]
+    for more, wanted in ((), True), (("--json",), False):
+        result = run(verb, *words, *more)
+        assert result.code == 0, result.err
+        assert (f"spile: {WAITS[verb]}" in result.err) == wanted, result.err
+        shutil.rmtree(tmp_path / "shuffled", ignore_errors=True)
 
 
 @pytest.mark.full

@@ -11,6 +11,7 @@ import pytest
 import spile
 from spile.core.errors import ConfigError
 from spile.models.forward.splice import added, only
+from spile.run.pipeline import display
 from support import tiny
 
 TEXTS = ["the sad rose is there", "a tin", "no one here is so sure that it is"]
@@ -49,6 +50,16 @@ def test_texts_are_encoded(loaded: spile.Model) -> None:
     assert loaded(TEXTS[0])["logits"].shape[:2] == (1, len(tokens[0]))
     assert loaded.loss(TEXTS[0]) == loaded.loss(tokens[:1])
     assert repr(loaded).startswith("<spile.Model ") and "layers, width 32" in repr(loaded)
+
+
+def test_loading_and_evaluation_are_not_silent_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(display, "_SILENT_SECONDS", 0.002)
+    model = spile.load_model(str(tiny.write_model(tmp_path / "model")))
+    assert "spile: loading the model  0:0" in capsys.readouterr().err
+    model.loss(TEXTS)
+    assert "spile: computing the loss  0:0" in capsys.readouterr().err
 
 
 def test_values_may_be_replaced_by_a_function_or_by_arrays(loaded: spile.Model) -> None:

@@ -13,6 +13,7 @@ import spile
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError, DataError, InputError
 from spile.metrics import Counters
+from spile.run.pipeline import display
 from spile.run.stream import ActivationStream
 from support.marks import some
 
@@ -75,10 +76,16 @@ def test_an_epoch_gives_the_rows_of_an_extraction_bit_for_bit(
     assert left_over() == []
 
 
-def test_unshuffled_it_is_the_dataset_in_its_order(both: tuple[spile.Dataset, Recipe]) -> None:
+def test_unshuffled_it_is_the_dataset_in_its_order(
+    both: tuple[spile.Dataset, Recipe],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     ds, chosen = both
+    monkeypatch.setattr(display, "_SILENT_SECONDS", 0.002)  # until the first rows
     found = list(spile.stream(chosen, RUNTIME, batch_size=333, window=100, shuffle=False))
     assert same(found, list(ds.batches(TAPS, 333, shuffle=None)))
+    assert "spile: computing rows  0:0" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

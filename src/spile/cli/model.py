@@ -98,6 +98,7 @@ def compile(arguments: argparse.Namespace) -> None:
     from spile.models.taps import parse_taps
     from spile.plan.encoders import find_encoders
     from spile.plan.splices import find_splices
+    from spile.run.pipeline.display import waiting
 
     names = ("model", "taps", "seq_len", "compute_dtype", "store_dtype", "encode", "latents",
              "splice")  # fmt: skip
@@ -112,7 +113,11 @@ def compile(arguments: argparse.Namespace) -> None:
     splices = find_splices(recipe.splice, taps, arch)
     target = find_target(arguments.topology, arguments.on)
     question = Question(arch, recipe, runtime, target, encoders, splices)
-    found = search(question) if arguments.search else [compile_step(question, question.layout())]
+    with waiting(f"compiling for {target.name}", quiet=arguments.json):
+        if arguments.search:
+            found = search(question)
+        else:
+            found = [compile_step(question, question.layout())]
     if not arguments.json:
         print(compile_text(found))
     elif arguments.search:
@@ -181,10 +186,12 @@ def add_convert(verbs: Verbs) -> None:
 
 def convert(arguments: argparse.Namespace) -> None:
     from spile.models.files.gguf import convert
+    from spile.run.pipeline.display import waiting
 
     tokenizer = Path(arguments.tokenizer) if arguments.tokenizer else None
     try:
-        convert(Path(arguments.source), Path(arguments.dest), tokenizer=tokenizer)
+        with waiting(f"converting {arguments.source}", quiet=arguments.json):
+            convert(Path(arguments.source), Path(arguments.dest), tokenizer=tokenizer)
     except OSError as error:
         where = error.filename or arguments.dest
         raise InputError(f"{where}: {error.strerror or error}") from error
@@ -201,12 +208,14 @@ def add_check(verbs: Verbs) -> None:
 
 def check(arguments: argparse.Namespace) -> int:
     from spile.check.compare import check
+    from spile.run.pipeline.display import waiting
 
     if arguments.samples < 1:
         raise ConfigError(f"--samples must be at least 1, got {arguments.samples}")
     names = ("model", "lora", "encode", "splice", "corpus")
     moved = Recipe(**{name: getattr(arguments, name) for name in names})
-    report = check(arguments.out, samples=arguments.samples, recipe=moved)
+    with waiting("comparing with HF transformers", quiet=arguments.json):
+        report = check(arguments.out, samples=arguments.samples, recipe=moved)
     print(json.dumps(report.to_json()) if arguments.json else check_text(arguments.out, report))
     return 0 if report.ok else SpileError.exit_code
 

@@ -142,8 +142,18 @@ def _say(error: SpileError, argv: Sequence[str]) -> None:
         print(f"spile: {printable(str(error))}", file=sys.stderr)
 
 
+class _StderrHandler(logging.Handler):
+    """Writes to what standard error is now: rich puts messages above a line that moves there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:  # as logging's own handlers
+            self.handleError(record)
+
+
 def _handler(*, as_json: bool) -> logging.Handler:
-    handler = logging.StreamHandler()
+    handler = _StderrHandler()
     handler.setFormatter(formatter(as_json=as_json))
     handler.addFilter(logging.Filter("spile"))
     return handler

@@ -92,6 +92,7 @@ def plan(arguments: argparse.Namespace) -> None:
     from spile.plan.residency import Machine
     from spile.plan.resolve import resolve
     from spile.plan.survey import survey
+    from spile.run.pipeline.display import waiting
 
     options = given(arguments)
     recipe, runtime = build(options)
@@ -101,7 +102,9 @@ def plan(arguments: argparse.Namespace) -> None:
     target = _target(arguments.topology)
     platform, present, kind = _platform(target)
     use_threads(runtime.threads)
-    job = resolve(recipe, ledger, platform, cache=runtime.cache)
+    quiet = arguments.json or arguments.quiet
+    with waiting("reading the model and the corpus", quiet=quiet):
+        job = resolve(recipe, ledger, platform, cache=runtime.cache)
     devices = devices_of(runtime.mesh) or present
     processes = runtime.num_processes or (target.hosts if target else 1)
     memory = target.memory if target else _memory(platform)
@@ -112,7 +115,8 @@ def plan(arguments: argparse.Namespace) -> None:
         check_creates_once(objects)
     elif runtime.spool:
         raise ConfigError(f"--spool is for buckets; {objects.url} needs none")
-    found = survey(job, ledger, runtime, processes=processes, exact=arguments.exact)
+    with waiting("reading the corpus", quiet=quiet):
+        found = survey(job, ledger, runtime, processes=processes, exact=arguments.exact)
     cost = estimate(
         job,
         runtime,
@@ -129,11 +133,12 @@ def plan(arguments: argparse.Namespace) -> None:
     pace = measure_throughput(job, runtime, machine)
     if not arguments.json:
         _print_rows(pace.rows())
-    if target:
-        time = _elsewhere(job, runtime, target, cost)
-    else:
-        fits = devices == present and processes == 1
-        time = _here(job, runtime, cost, cuts, seconds if fits else 0.0, objects)
+    with waiting("compiling" if target else "compiling and measuring a step", quiet=quiet):
+        if target:
+            time = _elsewhere(job, runtime, target, cost)
+        else:
+            fits = devices == present and processes == 1
+            time = _here(job, runtime, cost, cuts, seconds if fits else 0.0, objects)
     if arguments.json:
         told = {**dataclasses.asdict(cost), "total_bytes": cost.total_bytes}
         told |= {**dataclasses.asdict(pace), "cores_needed": pace.cores_needed}

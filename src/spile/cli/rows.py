@@ -37,18 +37,20 @@ def add_shuffle(verbs: Verbs) -> None:
 
 def shuffle(arguments: argparse.Namespace) -> None:
     from spile.dataset.maintain.shuffle import shuffle
+    from spile.run.pipeline.display import waiting
 
     runtime = Runtime(shard_bytes=arguments.shard_bytes)
-    made = shuffle(
-        open_objects(arguments.out),
-        open_objects(arguments.dest),
-        seed=arguments.seed,
-        memory=count_of("--memory", arguments.memory),
-        scratch=arguments.scratch,
-        shard_bytes=runtime.shard_bytes,
-        compress=arguments.compress,
-        taps=arguments.taps,
-    )
+    with waiting("shuffling", quiet=arguments.json):
+        made = shuffle(
+            open_objects(arguments.out),
+            open_objects(arguments.dest),
+            seed=arguments.seed,
+            memory=count_of("--memory", arguments.memory),
+            scratch=arguments.scratch,
+            shard_bytes=runtime.shard_bytes,
+            compress=arguments.compress,
+            taps=arguments.taps,
+        )
     print(json.dumps(dataclasses.asdict(made)) if arguments.json else shuffle_text(made))
 
 

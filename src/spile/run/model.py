@@ -55,6 +55,7 @@ from spile.models.sites import SPLICED
 from spile.models.taps import Tap, parse_taps
 from spile.plan.residency import Machine, Residency, choose_residency
 from spile.plan.roofline import Workload
+from spile.run.pipeline.display import waiting
 from spile.run.step.step import Stage, StepDevices, StepSettings
 from spile.run.tap_values import TapValues, blanked
 from spile.run.world.devices import memory_limit, prepared_device
@@ -67,6 +68,7 @@ Tokens = np.ndarray | Sequence[np.ndarray] | str | Sequence[str]
 SplicedTaps = Mapping[str, Change | jax.Array | np.ndarray]
 
 
+@waiting("loading the model", late=True)
 def load_model(
     name: str,
     lora: str | None = None,
@@ -267,6 +269,7 @@ class Model:
         first, second = (put(array, shards.by_rows) for array in padded)
         return first, second
 
+    @waiting("computing the loss", late=True)
     def loss(self, tokens: Tokens, *, splice: SplicedTaps | None = None) -> float:
         """Mean cross-entropy of the next token, in nats, over the tokens that have one.
 

@@ -31,6 +31,7 @@ from spile.metrics import Counters
 from spile.objects import MemoryObjects
 from spile.plan.job import PreparedUnit
 from spile.run.assembly import Assembly
+from spile.run.pipeline.display import waiting
 from spile.run.pipeline.nonfinite import FiniteTaps
 from spile.run.step.step import StepOutput
 from spile.run.world.devices import prepared_device
@@ -221,7 +222,8 @@ class ActivationStream:
 
     def _next_window(self) -> "tuple[FilledWindow, Window | None]":
         try:
-            filled = self._running().next()
+            with waiting("computing rows", late=True):
+                filled = self._running().next()
         except BaseException:
             self.close()
             raise

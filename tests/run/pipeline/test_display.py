@@ -23,7 +23,7 @@ from support import tiny, zygote
 
 # The command, which says how it goes more often than every ten seconds.
 OFTEN = (
-    "import sys, spile.run.pipeline.display as shown; shown._PLAIN_SECONDS = 0.02; "
+    "import sys, spile.run.pipeline.display as shown; shown._SILENT_SECONDS = 0.02; "
     "import spile.cli; spile.cli.main()"
 )
 
@@ -64,15 +64,68 @@ def test_eighty_columns_hold_what_matters(shown: ProgressLine) -> None:
 
 
 def test_numbers_are_told_to_programs(shown: ProgressLine) -> None:
-    told = shown.fields()
+    told = shown.fields()["progress"]
     assert json.loads(json.dumps(told)) == told
     assert (told["tokens"], told["documents"], told["durable"]) == (1_234_567, 1204, 1_800_000_000)
     assert told["queues"] == {"text": 1, "device": 2, "write": 0, "commit": 1}
     assert told["eta_seconds"] == pytest.approx((10_100_000 - 1_234_567) / 134_618.6, rel=1e-3)
 
 
-def test_a_run_that_is_loading_says_so() -> None:
-    assert ProgressLine(Counters(), 0).line(80) == "loading and compiling"
+def test_a_run_that_is_loading_says_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    clock = type("Clock", (), {"monotonic": lambda: now[0]})
+    monkeypatch.setattr(display, "time", clock)
+    line = ProgressLine(Counters(), 0)
+    assert line.line(80) == "loading and compiling  0:00"
+    now[0] += 83
+    assert line.line(80) == "loading and compiling  1:23" and line.line(12) == "loading and "
+    units = display.CountedLine("units")
+    assert units.line(80) == "units  0:00"
+    now[0] += 10
+    units.tell(20, 1000)
+    assert units.line(80) == "20 of 1,000 units  0:10  ETA 8:10"
+    assert units.fields() == {"counted": {"what": "units", "done": 20, "total": 1000}}
+
+
+def test_waiting_is_never_silent_for_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither before the work of a run is known, nor while something compiles or is counted."""
+    assert display._SILENT_SECONDS <= 10.0
+    monkeypatch.setattr(display, "_SILENT_SECONDS", 0.01)
+
+    def lines(what: str) -> None:
+        told = ""
+        while told.count("\n") < 2:
+            told += capsys.readouterr().err
+        assert all(re.fullmatch(rf"spile: {what}  0:\d\d", line) for line in told.splitlines())
+
+    with display.progress(Counters(), quiet=False):
+        lines("reading the model and the corpus")
+    with display.waiting("compiling for v5e-64"):
+        lines("compiling for v5e-64")
+    with display.counted("files", quiet=False):
+        lines("files")
+    with display.waiting("compiling", quiet=True), display.counted("files", quiet=True) as tell:
+        assert tell is None
+        time.sleep(0.05)
+    assert capsys.readouterr().err == ""
+
+
+def test_functions_that_usually_return_soon_say_nothing_until_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(display, "in_notebook", lambda: True)
+    monkeypatch.setattr(display, "_in_cell", lambda line, over: shown.append(line.now.line(80)))
+    with display.waiting("loading the model", late=True):
+        time.sleep(0.05)
+    assert not shown
+    monkeypatch.setattr(display, "_SILENT_SECONDS", 0.01)
+    with display.waiting("loading the model", late=True):
+        while not shown:
+            time.sleep(0.01)
+    assert shown == ["loading the model  0:00"]
 
 
 @pytest.mark.full
@@ -126,6 +179,7 @@ def test_a_terminal_of_eighty_columns_sees_one_line(
     lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
     moving = [line for line in lines if line[0] in "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"]
     assert moving and all(len(line.rstrip()) <= 80 for line in moving), lines
+    assert "spile: unit table: " in [line[:19] for line in lines], "a message has its own line"
 
 
 def test_a_notebook_shows_one_line_that_changes_below_the_cell(
@@ -148,7 +202,11 @@ def test_a_notebook_shows_one_line_that_changes_below_the_cell(
     corpus = tiny.write_corpus(tmp_path / "docs.jsonl", 5)
     recipe = spile.Recipe(model=str(model), corpus=str(corpus), taps="embed")
     outcome = spile.extract(recipe, str(tmp_path / "out"))
-    assert lines[0] == "loading and compiling" and "100%" in lines[-1] and "5 docs" in lines[-1]
+    assert (
+        lines[0] == "reading the model and the corpus  0:00"
+        and "100%" in lines[-1]
+        and "5 docs" in lines[-1]
+    )
     assert repr(outcome).endswith(f"spile.open({str(tmp_path / 'out')!r}) reads it>")
     lines.clear()
     spile.extract(recipe, str(tmp_path / "out"), counters=Counters())
@@ -159,11 +217,13 @@ def test_a_notebook_shows_one_line_that_changes_below_the_cell(
 def test_a_script_is_told_on_standard_error_unless_it_declines(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(display, "_PLAIN_SECONDS", 0.01)
+    monkeypatch.setattr(display, "_SILENT_SECONDS", 0.01)
     corpus = tiny.write_corpus(tmp_path / "docs.jsonl", 5)
     recipe = spile.Recipe(model=str(model), corpus=str(corpus), taps=["embed"])
     spile.extract(recipe, str(tmp_path / "out"))
     told = capsys.readouterr().err.splitlines()
-    assert told[0] == "spile: loading and compiling" and all(line[:7] == "spile: " for line in told)
+    assert told[0].startswith("spile: reading the model and the corpus  0:0")
+    assert any(line.startswith("spile: loading and compiling  0:0") for line in told)
+    assert all(line.startswith("spile: ") for line in told)
     spile.extract(recipe, str(tmp_path / "again"), progress=False)
     assert "spile: " not in capsys.readouterr().err

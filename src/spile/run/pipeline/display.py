@@ -1,5 +1,5 @@
-"""The progress of a run: a line that moves, on a terminal or below a notebook's cell; plain or
-JSON lines elsewhere. No jax."""
+"""How far work is: a line that moves, on a terminal or below a notebook's cell; plain or JSON lines
+elsewhere. No jax."""
 
 import builtins
 import importlib
@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from spile.core.humanize import FIELDS, clock, short, size
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from spile.plan.estimate import Estimate
 
 _log = logging.getLogger("spile.progress")
-_PLAIN_SECONDS = 10.0  # between lines if there is no terminal
+_SILENT_SECONDS = 10.0  # at most: also between lines if there is no terminal
 _LIVE_SECONDS = 0.25
 _CELL_SECONDS = 1.0
 _CELL_WIDTH = 100  # characters
@@ -36,32 +35,123 @@ _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 OnStart = Callable[[object, "Estimate"], None]
 
 
+class ShownLine(Protocol):
+    """How far some work is."""
+
+    def line(self, width: int) -> str:
+        """In at most `width` characters."""
+        ...
+
+    def fields(self) -> dict[str, Any]:
+        """As fields of a JSON line."""
+        ...
+
+
 @contextmanager
 def progress(
     counters: Counters, *, quiet: bool, as_json: bool = False
 ) -> Generator[OnStart, None, None]:
     """Show a run's counters while it lasts; yield the function to call when the work is known."""
-    if quiet:
-        yield lambda job, cost: None
-        return
-    stop = threading.Event()
-    threads: list[threading.Thread] = []
+    shown = _Shown(ElapsedLine("reading the model and the corpus"))
 
     def on_start(job: object, cost: "Estimate") -> None:
-        show = _live if sys.stderr.isatty() and not as_json else _plain
-        if in_notebook():
-            show = _in_cell
-        shown = ProgressLine(counters, cost.remaining_tokens)
-        thread = threading.Thread(target=show, args=(shown, stop), daemon=True)
-        threads.append(thread)
-        thread.start()
+        shown.now = ProgressLine(counters, cost.remaining_tokens)
 
-    try:
+    with _showing(shown, quiet=quiet, as_json=as_json):
         yield on_start
+
+
+@contextmanager
+def counted(what: str, *, quiet: bool) -> Generator[Callable[[int, int], None] | None, None, None]:
+    """Show how many things are done; yield the function to call with (done, total)."""
+    if quiet:
+        yield None
+        return
+    shown = CountedLine(what)
+    with _showing(_Shown(shown), quiet=False):
+        yield shown.tell
+
+
+@contextmanager
+def waiting(what: str, *, quiet: bool = False, late: bool = False) -> Generator[None, None, None]:
+    """Show how long some work has taken, which does not tell how far it is.
+
+    Args:
+        late: show nothing for ten seconds, on a terminal too: for functions, most calls of which
+            take less.
+    """
+    with _showing(_Shown(ElapsedLine(what)), quiet=quiet, late=late):
+        yield
+
+
+class _Shown:
+    """The line to show now: it may be replaced while it is shown."""
+
+    def __init__(self, now: ShownLine) -> None:
+        self.now = now
+
+
+@contextmanager
+def _showing(
+    shown: _Shown, *, quiet: bool, as_json: bool = False, late: bool = False
+) -> Generator[None, None, None]:
+    """Show a line while the block lasts, so that nothing is silent for more than ten seconds."""
+    if quiet:
+        yield
+        return
+    show = _live if sys.stderr.isatty() and not as_json else _plain
+    if in_notebook():
+        show = _in_cell
+    over = threading.Event()
+
+    def run() -> None:
+        if not (late and show is not _plain and over.wait(_SILENT_SECONDS)):
+            show(shown, over)
+
+    thread = threading.Thread(target=run, name="spile-display", daemon=True)
+    thread.start()
+    try:
+        yield
     finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+        over.set()
+        thread.join()
+
+
+class ElapsedLine:
+    """Work that does not tell how far it is: the time since it began."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._begun = what, time.monotonic()
+
+    def line(self, width: int) -> str:
+        return f"{self._what}  {clock(self.seconds)}"[:width]
+
+    def fields(self) -> dict[str, Any]:
+        return {"waiting": {"for": self._what, "seconds": round(self.seconds, 3)}}
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._begun
+
+
+class CountedLine:
+    """Things of which a known number is to be done, and the time since the first was begun."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._elapsed = what, ElapsedLine(what)
+        self._done = self._total = 0
+
+    def tell(self, done: int, total: int) -> None:
+        self._done, self._total = done, total
+
+    def line(self, width: int) -> str:
+        done, total, seconds = self._done, self._total, self._elapsed.seconds
+        told = f"{done:,} of {total:,} " if total else ""
+        left = f"  ETA {clock(seconds * (total - done) / done)}" if done else ""
+        return f"{told}{self._elapsed.line(width)}{left}"[:width]
+
+    def fields(self) -> dict[str, Any]:
+        return {"counted": {"what": self._what, "done": self._done, "total": self._total}}
 
 
 class ProgressLine:
@@ -69,24 +159,26 @@ class ProgressLine:
 
     def __init__(self, counters: Counters, total: int) -> None:
         self._counters, self._total, self._meter = counters, max(1, total), Meter(counters)
+        self._loading = ElapsedLine("loading and compiling")
 
     def fields(self) -> dict[str, Any]:
         """All the values, as numbers."""
         seen = self._meter.look()
         queues = {name: int(self._counters[f"queue_{name}"]) for name in _QUEUES}
-        return {
+        told = {
             **asdict(seen),
             "tokens_total": self._total,
             "share": self._share(seen),
             "eta_seconds": self._eta(seen),
             "queues": queues,
         }
+        return {"progress": told}
 
     def line(self, width: int) -> str:
         """As many parts as fit in `width`; less important ones are left out first."""
         seen = self._meter.look()
         if not seen.tokens:
-            return "loading and compiling"[:width]
+            return self._loading.line(width)
         parts = self._parts(seen)
         # In order of importance: later ones are left out first, wherever they stand in the line.
         order = (
@@ -139,22 +231,28 @@ def _joined(parts: dict[str, str], chosen: list[str]) -> str:
     return "  ".join(text for name, text in parts.items() if name in chosen)
 
 
-def _live(shown: ProgressLine, stop: threading.Event) -> None:
+def _live(shown: _Shown, over: threading.Event) -> None:
     console = Console(stderr=True)
-    with Live(console=console, transient=True, auto_refresh=False) as live:
-        for turn in _turns(stop, _LIVE_SECONDS):
+    with Live(
+        Text(),  # rich puts messages above the line by what it has shown before
+        console=console,
+        transient=True,
+        auto_refresh=False,
+        redirect_stdout=sys.stdout.isatty(),  # else what is printed there would come here
+    ) as live:
+        for turn in _turns(over, _LIVE_SECONDS):
             width = console.width - 3
-            line = f"{_SPINNER[turn % len(_SPINNER)]} {shown.line(width)}"
+            line = f"{_SPINNER[turn % len(_SPINNER)]} {shown.now.line(width)}"
             live.update(Text(line, no_wrap=True, overflow="crop"), refresh=True)
 
 
-def _in_cell(shown: ProgressLine, stop: threading.Event) -> None:
+def _in_cell(shown: _Shown, over: threading.Event) -> None:
     """Show one changing line below the cell. (rich would need ipywidgets for that.)"""
     display: Any = importlib.import_module("IPython.display").display
-    handle = display({"text/plain": shown.line(_CELL_WIDTH)}, raw=True, display_id=True)
-    for _ in _turns(stop, _CELL_SECONDS):
-        handle.update({"text/plain": shown.line(_CELL_WIDTH)}, raw=True)
-    handle.update({"text/plain": shown.line(_CELL_WIDTH)}, raw=True)
+    handle = display({"text/plain": shown.now.line(_CELL_WIDTH)}, raw=True, display_id=True)
+    for _ in _turns(over, _CELL_SECONDS):
+        handle.update({"text/plain": shown.now.line(_CELL_WIDTH)}, raw=True)
+    handle.update({"text/plain": shown.now.line(_CELL_WIDTH)}, raw=True)
 
 
 def in_notebook() -> bool:
@@ -164,50 +262,19 @@ def in_notebook() -> bool:
     return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)
 
 
-def _plain(shown: ProgressLine, stop: threading.Event) -> None:
+def _plain(shown: _Shown, over: threading.Event) -> None:
     # (If standard error is not a terminal, COLUMNS may still set the width of lines.)
     width = shutil.get_terminal_size((160, 24)).columns if os.environ.get("COLUMNS") else 160
-    for _ in _turns(stop, _PLAIN_SECONDS):
+    for _ in _turns(over, _SILENT_SECONDS):
         if _log.isEnabledFor(logging.INFO) and _log.hasHandlers():
-            _log.info("%s", shown.line(width), extra={FIELDS: {"progress": shown.fields()}})
+            _log.info("%s", shown.now.line(width), extra={FIELDS: shown.now.fields()})
         else:  # a script, which has not asked for such messages of loggers
-            _tell(shown.line(width))
+            sys.stderr.write(f"spile: {shown.now.line(width)}\n")
+            sys.stderr.flush()
 
 
-def _tell(line: str) -> None:
-    sys.stderr.write(f"spile: {line}\n")
-    sys.stderr.flush()
-
-
-def _turns(stop: threading.Event, seconds: float) -> Iterator[int]:
+def _turns(over: threading.Event, seconds: float) -> Iterator[int]:
     turn = 0
-    while not stop.wait(seconds):
+    while not over.wait(seconds):
         yield turn
         turn += 1
-
-
-@contextmanager
-def counted(what: str, *, quiet: bool) -> Generator[Callable[[int, int], None] | None, None, None]:
-    """Show a bar on a terminal, lines elsewhere; yield the function to call with (done, total)."""
-    if quiet:
-        yield None
-        return
-    if not sys.stderr.isatty():
-        said = [time.monotonic()]
-
-        def say(done: int, total: int) -> None:
-            if time.monotonic() - said[0] > _PLAIN_SECONDS:
-                said[0] = time.monotonic()
-                _tell(f"{done:,} of {total:,} {what}")
-
-        yield say
-        return
-    columns = (
-        SpinnerColumn(),
-        BarColumn(),
-        TextColumn(f"{{task.completed}} of {{task.total}} {what}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
