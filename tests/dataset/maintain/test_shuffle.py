@@ -308,12 +308,12 @@ def test_places_that_are_taken_are_refused(tmp_path: Path) -> None:
 
 
 class Overtaken(LocalObjects):
-    """A place where another dataset is made while the first listing runs."""
+    """A place where another dataset is begun while the first listing runs."""
 
     def list(self, prefix: str = "") -> Iterator[str]:
         found = [*super().list(prefix)]
         if not (self.root / fmt.UNITS).exists():
-            stored.build(self.root, ((5,),), seed=1)
+            stored.build(self.root, ((5,),), seed=1, commit=[])
         return iter(found)
 
 
@@ -321,7 +321,6 @@ def test_a_dataset_that_appears_meanwhile_is_not_taken_for_the_result(tmp_path: 
     made = stored.copied(tmp_path / "out")
     with pytest.raises(ConfigError, match="holds another dataset"):
         shuffle(made.objects, Overtaken(tmp_path / "dest"))
-    assert verify(LocalObjects(tmp_path / "dest")).ok
 
 
 def test_the_command_shuffles_and_other_verbs_work_on_the_result(
