@@ -333,7 +333,10 @@ def _copied(source: Content, now: Content | None) -> Content:
         if each.name not in dropped and (had is None or each.through > had.through):
             there[each.taps] = each
     ahead = max(source, now, key=lambda each: (each.last, each.through))
-    return replace(ahead, added=frozenset(there.values()), dropped=dropped)
+    made = replace(ahead, added=frozenset(there.values()), dropped=dropped)
+    if made.opened < now.opened:
+        raise Refused("taps of the source lack documents that the copy has")
+    return made
 
 
 def _of_other_pass(one: Added, other: Added) -> bool:

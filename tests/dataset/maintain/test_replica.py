@@ -201,6 +201,57 @@ def test_a_copy_that_is_refused_changes_nothing(made_alike: bool, tmp_path: Path
     assert contents(other.objects) == before
 
 
+class Growing(LocalObjects):
+    """A store that gets the rest of a dataset once the record of a pass is created there."""
+
+    def __init__(self, root: Path, more: Objects) -> None:
+        super().__init__(root)
+        self._more = [more]
+
+    def create(self, key: str, data: bytes) -> bool:
+        if key.endswith(fmt.PASS) and self._more:
+            replicate(self._more.pop(), LocalObjects(self.root))
+        return super().create(key, data)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["before", "beside"])
+def test_taps_that_lack_documents_of_the_copy_hide_none(beside: bool, tmp_path: Path) -> None:
+    made, more = stored.build(tmp_path / "out", grown=(3,)), LocalObjects(tmp_path / "more")
+    replicate(made.objects, more)
+    later = [made.ledger.layout.done_key(unit) for unit in (3, 4)]
+    for key in (*made.listed(fmt.GENERATIONS), *later):
+        made.objects.delete(key)
+    dest = LocalObjects(tmp_path / "dest")
+    replicate(made.objects if beside else more, dest)
+    stored.add_pass(dataclasses.replace(made, table=made.table.at(0)), {"q.0": 4})
+    with pytest.raises(ConfigError, match=r"has documents that q\.0 of .* lack"):
+        replicate(made.objects, Growing(dest.root, more) if beside else dest)
+    assert open_dataset(dest.url).num_tokens == len(made.index)
+    assert beside or contents(dest) == contents(more)
+
+
+class Completing(LocalObjects):
+    """A dataset whose last unit is committed when its manifest is asked for."""
+
+    def __init__(self, made: stored.Stored) -> None:
+        super().__init__(made.path)
+        self._made = made
+
+    def get(self, key: str) -> bytes:
+        if key == fmt.MANIFEST and not exists(self, key):
+            self._made.ledger.commit(self._made.attempt(4))
+            assert self._made.ledger.complete(self._made.table)
+        return super().get(key)
+
+
+def test_a_manifest_that_appears_meanwhile_is_copied_whole(tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "out", commit=range(4))
+    dest = LocalObjects(tmp_path / "dest")
+    replicate(Completing(made), dest)
+    assert contents(dest) == contents(made.objects)
+    assert verify(dest).ok
+
+
 def test_a_copy_that_has_lost_a_file_is_not_taken_for_whole(tmp_path: Path) -> None:
     made = stored.copied(tmp_path / "out")
     dest = LocalObjects(tmp_path / "dest")

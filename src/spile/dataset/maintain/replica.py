@@ -31,8 +31,14 @@ from spile.dataset.maintain.copy import (
     refuse_strangers,
 )
 from spile.dataset.records.ledger import Ledger
-from spile.dataset.records.manifest import Manifest, manifest_of
-from spile.dataset.records.passes import Pass, named, pass_names, readable_passes
+from spile.dataset.records.manifest import Manifest, manifest_of, named_by
+from spile.dataset.records.passes import (
+    Pass,
+    named,
+    pass_names,
+    readable_passes,
+    whole_generation,
+)
 from spile.dataset.records.table import Table
 from spile.objects import Objects, check_creates_once, exists
 from spile.objects.local import settle
@@ -137,6 +143,7 @@ def replicate(
         copied.refuse_strays(made.before, fmt.generation_key(number))
     live = [ledger.of_pass for ledger in places if ledger.of_pass]
     _refuse_same_taps(copied, table, live, dropped)
+    _refuse_hiding(copied, live, beside)
     # Compare all that is there before the first write: a copy that is refused changes nothing.
     known = {
         key
@@ -160,6 +167,7 @@ def replicate(
             progress(count.units, len(table.units) * len(places))
     for ledger in places:
         beside[ledger.prefix].refuse_missing(count.seen[ledger.prefix])
+    _refuse_hiding(copied, live, beside)  # (it may have grown)
     there = count.units if len(places) == 1 else len(Ledger(dest).done_units())
     for ledger in reversed(places):
         _copy_beside(source, dest, ledger, beside[ledger.prefix].after_units, count)
@@ -203,6 +211,31 @@ def _refuse_same_taps(
             )
 
 
+def _refuse_hiding(copied: Ledger, live: Sequence[Pass], beside: Mapping[str, _Beside]) -> None:
+    """Refuse taps that lack documents which readers of the destination get: those would be hidden.
+
+    Args:
+        beside: by the prefix of each pass, what its folder holds beside the units.
+    """
+    newest = copied.read_table()
+    if newest is None or not newest.generations:
+        return
+    passes = [each for each, _ in readable_passes(copied, newest)]
+    table, manifest = whole_generation(copied, newest, passes)
+    opened = len(table.generations) if manifest else 0
+    for each in live:
+        manifests = beside[each.prefix].manifests
+        through = [fmt.parse_generation(key[len(each.prefix) :]) for key in manifests]
+        there = Pass(copied, each.name)
+        if through and max(through) < opened and not there.ledger.derived.manifest_keys():
+            taps = ",".join(each.ledger.table().recipe.taps)
+            raise ConfigError(
+                f"{copied.url} has documents that {taps} of {each.dataset.url} lack, and readers "
+                f"would lose those; add the same documents to {each.dataset.url} and finish "
+                f"--add-taps there, or add the taps to {copied.url} itself"
+            )
+
+
 def _groups(source: Objects, place: str) -> list[str]:
     """Return the folders that hold the done records of a place."""
     names = sorted(source.folders(place + fmt.DONE))
@@ -240,10 +273,11 @@ def _beside_of(source: Objects, ledger: Ledger, table: Table) -> _Beside:
                     found.manifests[key] = manifest_of(body, table.at(generation).layout)
                 for segment in found.manifests[key].segments:
                     found.digests[place + segment.file.key] = segment.file.digest
-    # Leave out segments that no manifest names yet: they are derived from the done records.
-    found.files = [
-        key for key in sorted(found.files) if not _SEGMENT.fullmatch(key) or key in found.digests
-    ]
+    # Leave out segments that no manifest names yet: they are derived from the done records. Add
+    # files that were created, with their manifest, after the listing.
+    named_there = {place + key for each in found.manifests.values() for key in named_by(each)}
+    listed = {key for key in found.files if not _SEGMENT.fullmatch(key)}
+    found.files = sorted(listed | named_there)
     return found
 
 

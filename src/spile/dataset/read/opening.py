@@ -15,7 +15,7 @@ from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.tap_groups import TapGroup
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.manifest import Manifest
-from spile.dataset.records.passes import Pass, named, readable_passes
+from spile.dataset.records.passes import Pass, named, readable_passes, whole_generation
 from spile.dataset.records.table import Table
 from spile.objects import Objects, open_objects
 
@@ -91,21 +91,14 @@ def _parts(
 def _finished(
     ledger: Ledger, newest: Table, taps: Sequence[str] | None
 ) -> tuple[Table, Manifest | None, list[Pass]]:
-    """Return the newest generation that is complete, its manifest, and passes with wanted taps.
-
-    A pass that was complete must have the units of a later generation as well. Until then, the
-    dataset reads as it was, with the taps of the pass.
-    """
+    """Return the newest generation that is complete, its manifest, and passes with wanted taps."""
     passes = [
         each
         for each, table in readable_passes(ledger, newest)
         if taps is None or not table.taps.keys().isdisjoint(taps)
     ]
-    for table in reversed(newest.every_generation()):
-        manifest = ledger.derived.read_manifest(table.layout)
-        if manifest is not None and not any(each.is_behind(table) for each in passes):
-            return table, manifest, passes
-    return newest, None, passes
+    table, manifest = whole_generation(ledger, newest, passes)
+    return table, manifest, passes
 
 
 def _own_part(ledger: Ledger, newest: Table, partial: bool) -> TapGroup:

@@ -216,6 +216,25 @@ def readable_passes(dataset: Ledger, base: Table) -> list[tuple[Pass, Table]]:
     return found
 
 
+def whole_generation(
+    dataset: Ledger, newest: Table, passes: Sequence[Pass]
+) -> tuple[Table, Manifest | None]:
+    """Return the newest generation that is complete, with its manifest; `newest` if none has one.
+
+    A pass that was complete must have the units of a later generation as well. Until then, the
+    dataset reads as it was, with the taps of the pass.
+
+    Args:
+        newest: the table with all its generations.
+        passes: those whose taps are wanted.
+    """
+    for table in reversed(newest.every_generation()):
+        manifest = dataset.derived.read_manifest(table.layout)
+        if manifest is not None and not any(each.is_behind(table) for each in passes):
+            return table, manifest
+    return newest, None
+
+
 def pass_names(objects: Objects) -> list[str]:
     """Return the names of all passes, dropped ones included."""
     # A web server lists no folders, so nobody sees passes there.
