@@ -160,6 +160,88 @@ def test_what_holds_no_messages_is_refused_by_its_place(talking: Path, tmp_path:
     check_refused(result, 2, "c.jsonl line 2", "no list of messages")
 
 
+# -- layouts of published corpora -----------------------------------------------------------------
+
+SHAREGPT = {"user": "human", "assistant": "gpt"}
+SHARED: list[dict[str, Any]] = [
+    {
+        "system": "Be brief." if n % 3 else None,
+        "conversations": [
+            {"from": SHAREGPT[message["role"]], "value": message["content"]} for message in chat
+        ],
+    }
+    for n, chat in enumerate(CHATS)
+]
+
+
+@pytest.mark.parametrize("kind", some(["jsonl", "parquet"], "parquet"))
+def test_sharegpt_gives_the_rows_of_the_same_messages(
+    kind: str, talking: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / f"train-00000-of-00001.{kind}", SHARED)
+    system = [{"role": "system", "content": "Be brief."}]
+    rows = [{"chat": system * bool(n % 3) + chat} for n, chat in enumerate(CHATS)]
+    corpus = write(tmp_path / "same.jsonl", rows)
+    extracted(talking, tmp_path / "data", tmp_path / "out")
+    extracted(talking, corpus, tmp_path / "same", messages="chat")
+    out, same = spile.open(str(tmp_path / "out")), spile.open(str(tmp_path / "same"))
+    assert out.recipe.messages == "system+conversations"
+    for number in range(len(CHATS)):
+        found, other = out.document(number), same.document(number)
+        for column in ("token_id", "flags"):
+            assert found.index[column].tolist() == other.index[column].tolist()
+        assert found["embed"].tobytes() == other["embed"].tobytes()
+    flags = out.index(0, out.num_tokens)["flags"]
+    counts = {role: int(((flags & FLAGS[role]) != 0).sum()) for role in ROLES}
+    assert counts["system"] == 20 * len("Be brief.") and not counts["tool"]
+    assert min(counts["user"], counts["assistant"], counts["template"]) > 500
+
+
+def test_a_dataset_keeps_the_layout_it_was_begun_with(talking: Path, tmp_path: Path) -> None:
+    corpus, out = write(tmp_path / "c.jsonl", SHARED[:4]), tmp_path / "out"
+    extracted(talking, corpus, out)
+    extracted(talking, corpus, out)
+    extracted(talking, corpus, out, messages="system+conversations")
+    refused = run("extract", "--out", out, "--messages", "conversations")
+    check_refused(refused, 2, "messages: stored 'system+conversations', now 'conversations'")
+
+
+def test_a_grown_dataset_reads_other_spellings_of_its_columns_only(
+    talking: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    extracted(talking, write(tmp_path / "c.parquet", SHARED[:4]), out)
+    spelled = [{"system": None, "conversations": chat} for chat in CHATS[4:6]]
+    spile.extract(spile.Recipe(add_corpus=str(write(tmp_path / "d.parquet", spelled))), out)
+    dataset = spile.open(str(out))
+    tokenizer = Tokenizer.from_file(str(talking / "tokenizer.json"))
+    assert said_by(dataset.document(5), "user", tokenizer) == CHATS[5][0]["content"] * 3
+    other = write(tmp_path / "e.jsonl", [{"messages": chat} for chat in CHATS[6:8]])
+    refused = run("extract", "--out", out, "--add-corpus", other)
+    check_refused(refused, 2, "--add-corpus:", "e.jsonl has no conversations", "it has messages")
+    assert spile.open(str(out)).num_documents == 6
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        ({"conversations": [{"who": "a", "text": "x"}]}, "holds objects with text, who"),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, "its role is 'narrator'"),
+        ({"question": "x", "answer": "y"}, "--prompt-column question --response-column answer"),
+        ({"turns": CHATS[0]}, "they have turns: --messages turns reads its chats"),
+    ],
+)
+def test_chats_that_cannot_be_mapped_are_refused_before_out_exists(
+    record: dict[str, Any], told: str, talking: Path, tmp_path: Path
+) -> None:
+    corpus = write(tmp_path / "c.jsonl", [record] * 3)
+    refused = run("extract", "--model", talking, "--corpus", corpus, "--taps", "embed",
+                  "--out", tmp_path / "out", "--quiet")  # fmt: skip
+    check_refused(refused, 2, "c.jsonl", told)
+    assert not (tmp_path / "out").exists()
+
+
 # -- programs --------------------------------------------------------------------------------
 
 PROGRAM = """

@@ -622,7 +622,7 @@ def _given(*seeds: str | bytes) -> Callable[[Path], list[bytes]]:
     return lambda folder: [seed if isinstance(seed, bytes) else seed.encode() for seed in seeds]
 
 
-_CHATS = Chats("chat", ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", "m"))
+_CHATS = Chats(("chat",), ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", "m"))
 PARSERS: dict[str, Parser] = {
     "jsonl": Parser(_lines, _corpus("c.jsonl", keep=("id", "meta"), preview=5), _JSON_WORDS),
     "chats": Parser(_chat_lines, _corpus("c.jsonl", _CHATS, keep=("id",)), _JSON_WORDS),

@@ -146,7 +146,8 @@ class Recipe(Options):
         common=True,
     )
     messages: str | None = option(
-        "column or key that holds chats: lists of messages with role and content",
+        "column or key that holds chats: lists of messages with role and content, or from and "
+        "value; several are joined by +, e.g. system+conversations [known layouts are recognised]",
         topic="chats",
     )
     prompt_column: str | None = option(

@@ -48,7 +48,9 @@ class CorpusDocument:
         ordinal: its number in the corpus; in a sample, its number among those not skipped.
         row: the row its text is still to be made from.
         chat: the messages a template is still to render.
+        tools: descriptions of tools, for the template to show with the messages.
         where: the place it came from, where messages need it.
+        refusal: what the chat template said if it refused the chat.
     """
 
     text: str = ""
@@ -60,7 +62,9 @@ class CorpusDocument:
     ordinal: int = -1
     row: Row | None = None
     chat: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
     where: str = field(default="", compare=False)
+    refusal: str = field(default="", compare=False)
 
     @classmethod
     def of_text(cls, text: str | None, columns: Mapping[str, Any] | None = None) -> Self:
@@ -123,6 +127,7 @@ class CorpusDocument:
     def skip(self, reason: str) -> None:
         """Skip the document and drop everything the model would read."""
         self.text, self.roles, self.ids, self.row, self.chat = "", (), None, None, None
+        self.tools = None
         self.skipped = reason
 
 

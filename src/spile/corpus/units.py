@@ -18,8 +18,10 @@ import numpy as np
 import xxhash
 
 from spile.core.errors import InputError
+from spile.core.humanize import plural
 from spile.core.threads import cancellation
 from spile.core.units import Unit
+from spile.corpus.documents import CorpusDocument
 from spile.corpus.formats.contract import UnitBuilder
 from spile.corpus.reader import CorpusReader
 
@@ -34,8 +36,10 @@ def tokens_per_byte(
     texts: list[str] = []
     size = tokens = 0
     unreadable = 0
+    refused: list[CorpusDocument] = []
     for file in sampled_files(reader, first):
         documents, taken = reader.sample(file)
+        refused += [document for document in documents.every if document.refusal]
         texts += [document.text for document in documents.usable if document.ids is None]
         tokens += sum(len(d.ids) for d in documents.usable if d.ids is not None)
         size += taken
@@ -44,6 +48,12 @@ def tokens_per_byte(
         raise InputError(
             f"{reader.files[0].path}: the first {unreadable} documents are not UTF-8 text; "
             "is this a text corpus?"
+        )
+    if refused and not texts:
+        raise InputError(
+            f"{refused[0].where}: the chat template refuses each of the first "
+            f"{plural(len(refused), 'chat')}: {refused[0].refusal}; convert the corpus, or give "
+            "another template with --template"
         )
     tokens += count_tokens(texts) if texts else 0
     return tokens / size if tokens and size else _TOKENS_PER_BYTE

@@ -22,6 +22,7 @@ from spile.core.humanize import plural
 from spile.core.identity import contents_digest, sampled_digests
 from spile.core.recipe import OF_EACH_ROW, ResolvedRecipe
 from spile.core.units import Unit
+from spile.corpus.chats.layouts import refuse_other_layout, settle_chats
 from spile.corpus.chats.rows import RowReader, read_as
 from spile.corpus.files import find_files, lasting
 from spile.corpus.formats.contract import CorpusFile, ReadOptions
@@ -119,6 +120,8 @@ def resolve(
     if recipe.part == "holdout" and not recipe.holdout:
         raise ConfigError("--part holdout needs --holdout, the share to hold out")
     recipe = settle_ids(recipe, files, checkpoint.arch.vocab_size)
+    if not known:
+        recipe = settle_chats(recipe, files)
     reading, template = read_as(recipe, checkpoint.directory)
     corpus = _identity(recipe, files, reading)
     found = {str(file.path) for file in files}
@@ -143,6 +146,7 @@ def resolve(
         _refuse_drift(ledger, stored, kept, files[: len(kept.corpus)])
     if stored and growing:
         new = len(files) - len(stored.files)
+        refuse_other_layout(recipe, files[len(stored.files) :], growing.flag)
         growing.say_known(len(found.difference(str(file.path) for file in files)), new)
         cut = partial(_cut, resolved, tokenizer, reading=reading)
         table = growing.grown(stored, sources, files, resolved, cut)

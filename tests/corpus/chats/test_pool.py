@@ -35,7 +35,7 @@ SOURCE = (
 TEMPLATE = ChatTemplate(
     SOURCE, tokens={"bos_token": "<s>"}, system="be kind", date=datetime.date(2024, 2, 29)
 )
-CHATS = Chats("chat", TEMPLATE)
+CHATS = Chats(("chat",), TEMPLATE)
 PAIRS = Pairs("q", "a", "Q: ", "?", TEMPLATE)
 
 

@@ -52,7 +52,7 @@ def test_the_text_column_is_the_named_one_or_text_or_the_only_one(
 
 @pytest.mark.parametrize(
     ("columns", "asked", "said"),
-    [(["a", "b"], None, ["--text-column", "a, b"]), ([], None, ["--text-column", "none"]),
+    [(["a", "b"], None, ["--text-column", "a, b"]), ([], None, ["--tokens-column", "id: int64"]),
      (["a", "b"], "c", ["'c'", "a, b"]), (["a"], "id", ["'id'", "not a column of strings"])],
 )  # fmt: skip
 def test_an_unclear_text_column_is_refused_with_the_files_columns(

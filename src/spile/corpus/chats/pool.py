@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from spile.core.errors import InputError
+from spile.core.errors import InputError, first_line
 from spile.core.index import ROLES
 from spile.core.limited_process import ProcessLimits
 from spile.corpus.chats.renderer import REFUSED, Renderer, Rendering
@@ -157,22 +157,26 @@ def _batches(found: Iterable[CorpusDocument]) -> Iterator[_Batch]:
 def _packed(document: CorpusDocument) -> bytes | None:
     """Serialize a chat; if no template could accept it, skip the document and return None."""
     chat: Any = document.chat
+    tools: Any = document.tools
     try:
-        return marshal.dumps(chat)
+        return marshal.dumps((chat, tools))
     except ValueError:  # it holds a date, for example
         pass
     try:
-        return marshal.dumps(plain_messages(chat))
-    except InputError:
+        plain: Any = plain_messages(chat)
+        return marshal.dumps((plain, tools))
+    except (InputError, ValueError) as error:
         document.skip(REFUSED)
+        document.refusal = first_line(error)
         return None
 
 
 def _fill(document: CorpusDocument, answer: Rendering) -> None:
     if isinstance(answer, str):
-        document.skip(answer)
+        reason, _, document.refusal = answer.partition("\n")
+        document.skip(reason)
     elif len(answer) == 1:
         raise InputError(f"{document.where}: {answer[0]}")
     else:
-        document.chat = None
+        document.chat = document.tools = None
         document.text, document.roles = answer

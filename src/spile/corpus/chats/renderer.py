@@ -27,7 +27,8 @@ from spile.corpus.chats.template import ChatTemplate, TemplateLimit
 
 REFUSED = "refused by the chat template"  # the reason a document is skipped
 
-# The outcome of a chat: (text, roles); the reason it is skipped; or (fault,), which ends the run.
+# The outcome of a chat: (text, roles); the reason it is skipped, and what the template said on the
+# lines after it; or (fault,), which ends the run.
 Rendering = tuple[str, tuple[tuple[int, int, int], ...]] | str | tuple[str]
 
 
@@ -143,7 +144,8 @@ def serve(asked: IO[bytes], answers: IO[bytes], done: int) -> None:
         found: list[Rendering] = []
         for chat in marshal.loads(data):
             limited.allow_time(len(chat))
-            found.append(_answer(template, marshal.loads(chat), roles))
+            messages, tools = marshal.loads(chat)
+            found.append(_answer(template, messages, tools, roles))
             os.write(done, b".")
         send(answers, marshal.dumps(found))
 
@@ -156,14 +158,16 @@ def _fault(template: ChatTemplate) -> str:
     return ""
 
 
-def _answer(template: ChatTemplate, messages: Any, flags: Mapping[str, int]) -> Rendering:
+def _answer(
+    template: ChatTemplate, messages: Any, tools: Any, flags: Mapping[str, int]
+) -> Rendering:
     try:
-        rendered = template.render(messages)
+        rendered = template.render(messages, tools)
         rendered.text.encode("utf-8")
     except TemplateLimit as error:
         return (error.message,)
-    except InputError:
-        return REFUSED
+    except InputError as error:
+        return f"{REFUSED}\n{error.message}"
     except UnicodeEncodeError:
         return "not UTF-8"
     roles: list[tuple[int, int, int]] = []

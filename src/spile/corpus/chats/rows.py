@@ -5,13 +5,14 @@ A plain text needs none of this: `reader.py` reads its column directly.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Self
 
 import xxhash
 
 from spile.core.config import Recipe, canonical_json, flag_of
 from spile.core.errors import ConfigError
 from spile.core.index import ROLES
+from spile.corpus.chats.messages import SYSTEM, TOOLS, messages_in, role_of, tools_in
 from spile.corpus.chats.template import ChatTemplate, read_template
 from spile.corpus.documents import CorpusDocument, value_at
 from spile.corpus.programs.program import ProgramDocument
@@ -41,28 +42,39 @@ class RowReader(Protocol):
 
 @dataclass(frozen=True)
 class Chats:
-    """A column of messages, rendered by a chat template."""
+    """Columns of messages, joined in their order and rendered by a chat template."""
 
-    column: str
+    columns: tuple[str, ...]
     template: ChatTemplate
     flag: str = "--messages"
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return (self.column,)
+    @classmethod
+    def parse(cls, messages: str, template: ChatTemplate) -> Self:
+        """Parse `--messages`: columns joined by +."""
+        columns = tuple(messages.split("+"))
+        if not all(columns):
+            raise ConfigError(
+                f"--messages {messages!r}: columns are joined by +, as in system+conversations"
+            )
+        return cls(columns, template)
 
     def document(self, row: Mapping[str, Any]) -> CorpusDocument:
-        value = value_at(row, self.column)
-        if value is None:
-            return CorpusDocument(skipped="null")
-        if not isinstance(value, list) or not all(
-            isinstance(message, dict) for message in cast(list[Any], value)
-        ):
-            raise ValueError(f"{self.column!r} holds no list of messages; choose with --messages")
-        messages = cast(list[dict[str, Any]], value)
+        messages, system, tools = list[dict[str, Any]](), "", None
+        for column in self.columns:
+            value = value_at(row, column)
+            if column == TOOLS:
+                tools = tools_in(value)
+            elif column == SYSTEM and (value is None or isinstance(value, str)):
+                system = value or ""
+            elif value is None:
+                return CorpusDocument(skipped="null")
+            else:
+                messages += messages_in(column, value)
         if not messages:
             return CorpusDocument(skipped=EMPTY)
-        return CorpusDocument(chat=messages)
+        if system.strip() and role_of(messages[0]) != SYSTEM:
+            messages.insert(0, {"role": SYSTEM, "content": system})
+        return CorpusDocument(chat=messages, tools=tools)
 
 
 @dataclass(frozen=True)
@@ -158,7 +170,7 @@ def read_as(recipe: Recipe, directory: AnyPath) -> tuple[RowReader | None, str |
         digest = xxhash.xxh3_128_hexdigest(canonical_json(parts))
     if recipe.messages:
         assert template
-        return Chats(recipe.messages, template), digest
+        return Chats.parse(recipe.messages, template), digest
     assert recipe.prompt_column
     pairs = Pairs(
         recipe.prompt_column, recipe.response_column, recipe.prompt_prefix or "",

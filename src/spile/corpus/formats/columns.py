@@ -22,13 +22,13 @@ import pyarrow.compute
 
 from spile.core.errors import InputError
 from spile.core.options import listed
+from spile.corpus.chats.messages import is_message, pairs_in
 from spile.corpus.documents import OVERSIZED, Oversized
 from spile.objects.paths import AnyPath
 
 pc: Any = pyarrow.compute  # it makes its functions as it is imported
 # Errors that Arrow raises about an invalid file: names that are not text, times out of range.
 UNREADABLE = (pa.ArrowException, ValueError, OverflowError, LookupError, struct.error, OSError)
-_MESSAGE = {"role", "content"}  # keys of each message of a chat
 NULL = "null"  # fits every kind: the writer of the file saw no value
 
 
@@ -68,18 +68,11 @@ def json_kind(value: Any) -> tuple[str, str]:
             return "struct", "object"
 
 
-def is_chat(value: Any) -> bool:
-    """Return whether a JSON value looks like a chat: a list of messages with role and content."""
-    if not isinstance(value, list) or not value:
-        return False
-    return all(isinstance(message, dict) and message.keys() >= _MESSAGE for message in value)
-
-
 def holds_chats(kind: pa.DataType) -> bool:
     """Return whether a column of this type seems to hold chats."""
     if not _is_list(kind) or not pa.types.is_struct(kind.value_type):
         return False
-    return {field.name for field in kind.value_type} >= _MESSAGE
+    return is_message({field.name for field in kind.value_type})
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -87,9 +80,11 @@ def _is_list(kind: pa.DataType) -> bool:
     return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
-def chats_in(columns: Sequence[str]) -> str:
-    """Return advice about columns that seem to hold chats."""
-    return " or ".join(f"--messages {name}" for name in columns) + " reads its chats"
+def chats_in(chats: Sequence[str], columns: Sequence[str] = ()) -> str:
+    """Return advice about columns of chats, else about pairs among all `columns`; or nothing."""
+    if chats:
+        return " or ".join(f"--messages {name}" for name in chats) + " reads its chats"
+    return pairs_in(columns)
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -253,10 +248,16 @@ def text_column(path: AnyPath, schema: Any, wanted: str | None) -> str:
 def _choice_error(path: AnyPath, schema: pa.Schema) -> InputError:
     """Return the error for a table whose text column is ambiguous."""
     strings = [name for name, kind in _kinds(schema).items() if is_text(kind)]
-    chats = [field.name for field in schema if holds_chats(field.type)]
+    chats = chats_in([field.name for field in schema if holds_chats(field.type)], strings)
+    if not strings and not chats:
+        every = listed(f"{field.name}: {field.type}" for field in schema)
+        return InputError(
+            f"{path}: no column holds strings, to be read as texts; it has {every}. Token ids are "
+            "read by --tokens-column, chats by --messages"
+        )
     return InputError(
         f"{path}: which column is the text? Choose one with --text-column "
-        f"(columns of strings: {listed(strings)})" + (f"; {chats_in(chats)}" if chats else "")
+        f"(columns of strings: {listed(strings)})" + (f"; {chats}" if chats else "")
     )
 
 

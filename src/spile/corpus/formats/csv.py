@@ -33,7 +33,7 @@ from spile.corpus.formats.byte_files import (
     documents_in,
     refuse_wide,
 )
-from spile.corpus.formats.columns import refuse_missing
+from spile.corpus.formats.columns import chats_in, refuse_missing
 from spile.corpus.formats.contract import CorpusFile, UnitBuilder
 from spile.corpus.select import FILTERED, TOO_LARGE
 
@@ -174,9 +174,10 @@ class CsvHeader:
             return "text"
         named = [name for name in self.columns if name]
         if len(named) != 1:
+            pairs = chats_in((), named)
             raise InputError(
                 f"{file.path}: which column is the text? Choose one with --text-column "
-                f"({listed(named)})"
+                f"({listed(named)})" + (f"; {pairs}" if pairs else "")
             )
         return named[0]
 

@@ -16,10 +16,11 @@ from spile.core.errors import InputError
 from spile.core.options import listed
 from spile.core.threads import cancellation
 from spile.core.units import Span
+from spile.corpus.chats.messages import is_chat
 from spile.corpus.documents import CorpusDocument, Documents, value_at
 from spile.corpus.formats import byte_files
 from spile.corpus.formats.byte_files import ByteFormat, line_ends, refuse_wide
-from spile.corpus.formats.columns import chats_in, is_chat, json_kind
+from spile.corpus.formats.columns import chats_in, json_kind
 from spile.corpus.formats.contract import UnitBuilder
 from spile.corpus.select import FILTERED, TOO_LARGE
 
@@ -145,10 +146,10 @@ class _JsonFormat(ByteFormat):
         for column in self.context.text_or_own_columns:
             if column not in keys and column.partition(".")[0] not in keys:
                 flag = rows.flag if rows else "--text-column"
-                choose = f"choose one with {flag}" if rows or not chats else chats_in(chats)
+                choose = "" if rows else chats_in(chats, keys)
                 raise InputError(
                     f"{self.file.path}: no key {column!r} in its first {self.row}s; they "
-                    f"have {listed(keys)}: {choose}"
+                    f"have {listed(keys)}: {choose or f'choose one with {flag}'}"
                 )
 
     def may_have(self, column: str) -> bool:

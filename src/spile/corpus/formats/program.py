@@ -36,7 +36,9 @@ class ProgramFormat(CorpusFormat):
         assert isinstance(program, Program)
         if isinstance(rows, TokenIds):
             raise ConfigError("--tokens-column is for files; a program gives texts")
-        messages = rows.columns[0] if isinstance(rows, Chats) else None
+        messages = "+".join(rows.columns) if isinstance(rows, Chats) else None
+        if messages and "+" in messages:
+            raise ConfigError(f"--messages {messages}: a program gives whole chats; name one key")
         pair = rows.columns if isinstance(rows, Pairs) else ()
         return program.open(self.options.text_column, messages, pair)
 
