@@ -110,7 +110,7 @@ def digests(path: Path) -> dict[str, str]:
     index = ds.index(0, ds.num_tokens)
     found = {"index": hashlib.sha256(index.tobytes()).hexdigest()}
     for tap in ds.taps:
-        rows = np.ascontiguousarray(ds.read(tap, 0, ds.num_tokens))
+        rows = np.ascontiguousarray(ds.read(tap, dtype="stored"))
         found[tap] = hashlib.sha256(rows.tobytes()).hexdigest()
     return found
 

@@ -127,7 +127,7 @@ def content(out: Path | str) -> dict[str, bytes]:
     dataset = spile.open(str(out))
     found = {"index": dataset.index(0, dataset.num_tokens).tobytes()}
     for tap in dataset.taps:
-        found[tap] = dataset.read(tap, 0, dataset.num_tokens).tobytes()
+        found[tap] = dataset.read(tap, 0, dataset.num_tokens, dtype="stored").tobytes()
         statistics = dataset.statistics(tap).to_tensors(tap)
         found |= {name: np.asarray(value).tobytes() for name, value in statistics.items()}
     logical = ("unit", "rows", "tokens", "documents", "contexts", "skipped", "text_digest")

@@ -372,7 +372,8 @@ class Pair:
         dataset, wanted = spile.open(self.folder / place), reader.all_rows()
         assert {*dataset.taps} == {*wanted}
         for tap, rows in wanted.items():
-            assert dataset.read(tap, 0, dataset.num_tokens).tobytes() == rows.tobytes()
+            found = dataset.read(tap, 0, dataset.num_tokens, dtype="stored")
+            assert found.tobytes() == rows.tobytes()
 
     def _worlds(self, done: Sequence[bool]) -> Iterator[World]:
         """What the commands make, one after the other, in any order, one of them again."""

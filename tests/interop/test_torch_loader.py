@@ -24,7 +24,7 @@ def ds(tmp_path_factory: pytest.TempPathFactory) -> spile.Dataset:
 
 
 def plain(ds: spile.Dataset, **options: Any) -> list[dict[str, np.ndarray]]:
-    return list(ds.batches(list(TAPS), 100, window=512, **options))
+    return list(ds.batches(list(TAPS), 100, window=512, dtype="stored", **options))
 
 
 def loader(ds: spile.Dataset, workers: int = 0, **options: Any) -> TorchLoader:

@@ -12,6 +12,7 @@ import pytest
 import spile
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError, DataError, InputError
+from spile.core.tensors import DTYPES_BY_NAME
 from spile.metrics import Counters
 from spile.run.pipeline import display
 from spile.run.stream import ActivationStream
@@ -180,12 +181,12 @@ def test_some_taps_some_rows_another_dtype_and_no_index(plain: Recipe) -> None:
     keep = joined(whole, "index")["pos"] >= 3
     alias = "blocks.1.hook_resid_post"
     found = list(
-        streamed(plain, taps=alias, shuffle=None, index=False, where="pos >= 3", dtype="float32")
+        streamed(plain, taps=alias, shuffle=None, index=False, where="pos >= 3", dtype="stored")
     )
     assert all(batch.keys() == {alias} for batch in found)
-    rows = joined(found, alias)
-    assert rows.dtype == np.float32
-    assert np.array_equal(rows, joined(whole, TAPS[0])[keep].astype(np.float32))
+    rows, wide = joined(found, alias), joined(whole, TAPS[0])
+    assert (rows.dtype, wide.dtype) == (DTYPES_BY_NAME["bfloat16"], np.float32)
+    assert np.array_equal(rows.astype(np.float32), wide[keep])
 
 
 def test_drop_last_leaves_out_the_short_batch_of_each_epoch(plain: Recipe) -> None:

@@ -416,7 +416,7 @@ class Simulation:
                     index.tobytes() == self.truth.index[rows].tobytes(), f"index of unit {unit}"
                 )
                 for tap in dataset.taps:
-                    found = np.asarray(dataset.read(tap, first, last))
+                    found = np.asarray(dataset.read(tap, first, last, dtype="stored"))
                     same = found.tobytes() == self.truth.rows[tap][rows].tobytes()
                     self._expect(same, f"a reader found other rows of {tap} in unit {unit}")
         except CorruptError as error:

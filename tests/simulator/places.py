@@ -271,7 +271,7 @@ def read(place: str) -> Read:
     count = dataset.num_tokens
     rows = {
         TapRule(tap, dataset.stored_dtype(tap), dataset.recipe_of(tap).compute_dtype):
-        np.asarray(dataset.read(tap, 0, count))
+        np.asarray(dataset.read(tap, 0, count, dtype="stored"))
         for tap in dataset.taps
     }  # fmt: skip
     return dataset.index(0, count), rows

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ class Stored:
     table: Table
     read: list[np.ndarray]  # of each unit the index of every token, kept or not
     index: np.ndarray  # of the rows
-    rows: dict[str, np.ndarray]  # as they are to be read
+    rows: dict[str, np.ndarray]  # as stored; of eight bits, decoded
     starts: list[int]  # the first row of each unit, and the number of rows
     coded: dict[str, "Coded"] = field(default_factory=dict)  # of those that are scaled
     compress: bool = False
@@ -88,6 +89,14 @@ class Stored:
     @property
     def ledger(self) -> Ledger:
         return Ledger(self.objects)
+
+    @cached_property
+    def given(self) -> dict[str, np.ndarray]:
+        """The rows as readers give them by default: in float32, ids as integers."""
+        return {
+            tap: rows if rows.dtype.kind == "i" else rows.astype(np.float32)
+            for tap, rows in self.rows.items()
+        }
 
     def listed(self, *prefixes: str) -> list[str]:
         found = sorted(self.objects.list())
@@ -362,6 +371,7 @@ def build(
     tokenizer: Mapping[str, bytes] | None = None,
     grown: Sequence[int] = (),
     scales_of: Stored | None = None,
+    rows_of: "Callable[[np.random.Generator, int, TapInfo], np.ndarray] | None" = None,
     **changes: Any,
 ) -> Stored:
     """Make a dataset of random rows.
@@ -371,6 +381,7 @@ def build(
     the tokenizer's files. The scales of int8 are stored in any case. `grown`: for each generation
     that adds to the table, how many units there are before it; each is finished before the next.
     `scales_of`: another dataset, whose scales of int8 this one has, as if they were its own.
+    `rows_of` makes the rows of a tap, instead of `random_rows`.
     """
     rng = np.random.default_rng(seed)
     table = make_table(units, taps, dtype, **changes)
@@ -390,7 +401,7 @@ def build(
             coded[tap] = code(wide * outliers(info), info)
             rows[tap] = coded[tap].decoded
         else:
-            rows[tap] = random_rows(rng, len(index), info)
+            rows[tap] = (rows_of or random_rows)(rng, len(index), info)
     starts = np.cumsum([0, *(len(part) for part in indices)]).tolist()
     stored = Stored(path, table, read, index, rows, starts, coded, compress)
     ledger = stored.ledger

@@ -30,6 +30,7 @@ from spile.core.recipe import latent_names
 from spile.dataset import format as fmt
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.document import Document
+from spile.dataset.read.dtypes import STORED
 from spile.dataset.read.opening import open_dataset
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import live_passes
@@ -343,7 +344,7 @@ class _Comparison:
                 self._losses[name].add(truth[places].values, alone, stored.values)
                 zeros = truth.nothing()
             else:
-                stored = _like(np.asarray(document.read(tap)[rows]), truth)
+                stored = _like(document.read(tap, dtype=STORED)[rows], truth)
                 computed = rounded
                 rounded = self._dataset.as_stored(tap, rounded)
                 in_float32 = truth[places].astype(np.float32 if truth.dtype.kind == "f" else None)
@@ -520,7 +521,8 @@ class SparseTap:
         return np.take_along_axis(found, ids, axis=1), ids
 
     def stored(self, document: Document, rows: np.ndarray) -> RowLatents:
-        return RowLatents(document.read(self.name)[rows], document.read(self._ids)[rows])
+        values = document.read(self.name, dtype=STORED)[rows]
+        return RowLatents(values, document.read(self._ids)[rows])
 
     def as_stored(self, dataset: Dataset, top: RowLatents) -> RowLatents:
         return RowLatents(dataset.as_stored(self.name, top.values), top.ids)

@@ -41,7 +41,8 @@ def on_devices(
     Args:
         sharding: how the rows of all processes are laid out, along the first axis; None: on the
             default device.
-        dtype: the dtype of taps, converted on the device.
+        dtype: the dtype of taps, converted on the device; by default the stored one, or that of
+            `batches` if it was given.
         ahead: batches to transfer while one is used.
     """
     _check(batches, sharding)
@@ -74,7 +75,7 @@ class _Coded(NamedTuple):
 def _put(
     batches: Batches, sharding: jax.sharding.Sharding | None
 ) -> Generator[dict[str, Any], None, None]:
-    for batch in batches:
+    for batch in batches.unconverted():
         made: dict[str, Any] = {}
         for name, values in batch.items():
             if name == "index":

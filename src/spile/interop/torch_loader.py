@@ -27,7 +27,10 @@ def _torch() -> Any:
 
 
 class TorchLoader:
-    """A resumable loader of batches as tensors; it takes the options of `Dataset.batches`."""
+    """A resumable loader of batches as tensors; it takes the options of `Dataset.batches`.
+
+    Without `dtype`, tensors have the stored dtype: torch accumulates in float32.
+    """
 
     def __init__(
         self,
@@ -160,7 +163,7 @@ class _Rows:
 
 def tensors(batches: Batches) -> Iterator[dict[str, Any]]:
     """Yield each batch as tensors, without a copy; the index as one tensor per column."""
-    for batch in batches:
+    for batch in batches.unconverted():
         made: dict[str, Any] = {}
         for name, values in batch.items():
             if name == "index":

@@ -17,6 +17,7 @@ from spile.core.errors import CorruptError, SpileError
 from spile.core.index import INDEX_DTYPE
 from spile.dataset.codec.columns import Ints
 from spile.dataset.read.dataset import Dataset
+from spile.dataset.read.dtypes import STORED
 from spile.dataset.read.latents import pair_of
 
 _BLOCK_BYTES = 8 << 20  # of the widest tap's float32 rows
@@ -118,7 +119,9 @@ class Digest:
         total, widest = sum(self._widths.values()), max(self._widths.values())
         self._block_rows = max(16, min(_BLOCK_ROWS, _BLOCK_BYTES // (4 * widest)))
         self._most_sampled = max(64, min(_SAMPLE_ROWS, _SAMPLE_BYTES // (4 * total)))
-        row_bytes = sum(dataset.dtype(tap).itemsize * dataset.width(tap) for tap in dataset.taps)
+        row_bytes = sum(
+            dataset.dtype(tap, STORED).itemsize * dataset.width(tap) for tap in dataset.taps
+        )
         self._most_rows = max(self._block_rows, most_bytes // row_bytes)
         self._sample = _empty(self._widths)
         self._drawn: list[Sample] = []  # not joined yet, because joining copies the whole sample
@@ -269,7 +272,7 @@ def read_rows(
     dataset: Dataset, tap: str, start: int, stop: int, dtype: type[np.generic] = np.float32
 ) -> np.ndarray:
     """Read rows start..stop as [rows, channels]: each value of a row is a channel."""
-    found = dataset.read(tap, start, stop)
+    found = dataset.read(tap, start, stop, dtype=STORED)
     return found.reshape(len(found), dataset.width(tap)).astype(dtype)
 
 

@@ -71,8 +71,8 @@ def test_an_epoch_gives_every_row_once(
     assert np.array_equal(np.sort(rows), np.arange(ROWS))
     for tap in TAPS:
         values = np.concatenate([item[tap] for item in found])
-        assert values.dtype == source.rows[tap].dtype
-        assert values.tobytes() == source.rows[tap][rows].tobytes()
+        assert values.dtype == np.float32
+        assert values.tobytes() == source.given[tap][rows].tobytes()
     assert np.concatenate([i["index"] for i in found]).tobytes() == source.index[rows].tobytes()
 
 
@@ -174,7 +174,7 @@ def test_rows_of_any_shape_and_dtype_go_with_their_index(
     rows = order(shaped, found)
     assert np.array_equal(np.sort(rows), np.arange(ROWS))
     assert (np.diff(rows) != 1).any()
-    for tap, values in shaped.rows.items():
+    for tap, values in shaped.given.items():
         got = np.concatenate([item[tap] for item in found])
         assert (got.shape, got.dtype) == (values.shape, values.dtype)
         assert got.tobytes() == values[rows].tobytes()
@@ -196,7 +196,7 @@ def test_a_full_shuffle_gives_every_row_once_from_anywhere(
     assert np.array_equal(np.sort(rows), np.arange(ROWS))
     for tap in TAPS:
         given = np.concatenate([item[tap] for item in found])
-        assert given.tobytes() == source.rows[tap][rows].tobytes()
+        assert given.tobytes() == source.given[tap][rows].tobytes()
     assert abs(np.corrcoef(rows[:-1], rows[1:])[0, 1]) < 0.1
     other = order(source, list(batches(ds, 300, shuffle="full", window=77)))
     assert np.array_equal(rows, other), "what is read together is no part of the order"
@@ -255,7 +255,7 @@ def test_only_rows_that_were_asked_for_are_given(
     rows = order(source, items)
     assert np.array_equal(np.sort(rows), kept)
     assert np.concatenate([i["mlp_out.1"] for i in items]).tobytes() == (
-        source.rows["mlp_out.1"][rows].tobytes()
+        source.given["mlp_out.1"][rows].tobytes()
     )
     assert list(batches(ds, 100, where="pos > 1000", shuffle=shuffle)) == []
     with pytest.raises(ConfigError, match="--where"):
@@ -293,10 +293,25 @@ def test_rows_are_converted_and_rounded_once(shaped: stored.Stored) -> None:
         dtype = DTYPES_BY_NAME[name]
         (batch,) = ds.batches(ds.taps, ROWS, shuffle=None, dtype=name)
         for tap, values in shaped.rows.items():
-            assert batch[tap].dtype == dtype
-            assert batch[tap].tobytes() == values.astype(dtype).tobytes()
+            wanted = values if values.dtype.kind == "i" else values.astype(dtype)
+            assert batch[tap].dtype == wanted.dtype
+            assert batch[tap].tobytes() == wanted.tobytes()
+    (kept,) = ds.batches(ds.taps, ROWS, shuffle=None, dtype="stored")
+    assert all(kept[tap].tobytes() == rows.tobytes() for tap, rows in shaped.rows.items())
     with pytest.raises(ConfigError, match="no dtype"):
         ds.batches(ds.taps, 5, dtype="float7")
+
+
+def test_loaders_get_stored_rows_unless_a_dtype_is_named(shaped: stored.Stored) -> None:
+    ds = spile.open(str(shaped.path))
+    running = ds.batches(ds.taps, 1000, shuffle=None)
+    given = [next(running.unconverted()), next(running), *running.unconverted()]
+    for tap in ds.taps:
+        rows, wide = shaped.rows[tap], shaped.given[tap]
+        wanted = [rows[:1000], wide[1000:2000], rows[2000:3000], rows[3000:]]
+        assert [batch[tap].tobytes() for batch in given] == [part.tobytes() for part in wanted]
+    (named,) = ds.batches("q.1", ROWS, shuffle=None, dtype="float32").unconverted()
+    assert named["q.1"].tobytes() == shaped.given["q.1"].tobytes()
 
 
 def test_codes_and_scales_can_be_had_as_they_are_stored(tmp_path: Path) -> None:

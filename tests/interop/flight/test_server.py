@@ -20,6 +20,7 @@ import spile
 from spile import cli
 from spile.core.errors import ConfigError, StoreError
 from spile.core.listening import ListenAddress
+from spile.dataset.format import TapInfo
 from spile.dataset.read.window import Encoded
 from spile.interop.flight.client import connect
 from spile.interop.flight.server import Fanout, RowServer
@@ -32,7 +33,8 @@ OPTIONS: dict[str, Any] = {"seed": 3, "window": 1024}
 @pytest.fixture(scope="module")
 def ds(tmp_path_factory: pytest.TempPathFactory) -> spile.Dataset:
     path = tmp_path_factory.mktemp("served") / "out"
-    stored.build(path, LENGTHS, taps=stored.SCALED, shard_bytes=30_000)
+    taps = {**stored.SCALED, "resid_post.1": TapInfo((6,), "bfloat16")}
+    stored.build(path, LENGTHS, taps=taps, shard_bytes=30_000)
     return spile.open(str(path))
 
 
@@ -120,13 +122,16 @@ def test_three_trainers_get_every_batch_though_one_is_killed(
             process.communicate()
 
 
-@pytest.mark.parametrize("dtype", [None, "float16"])
+@pytest.mark.parametrize("dtype", [None, "float16", "stored"])
 def test_what_comes_is_what_the_dataset_gives(ds: spile.Dataset, dtype: str | None) -> None:
     with serving(ds) as server:
         found = list(connect(server.url, dtype=dtype))
     wanted = list(ds.batches(ds.taps, 100, dtype=dtype, **OPTIONS))
     assert len(found) == len(wanted)
     assert all(map(same, found, wanted))
+    assert found[0]["resid_post.1"].dtype.name == {None: "float32", "stored": "bfloat16"}.get(
+        dtype, dtype
+    )
     assert all(batch["index"].flags.writeable for batch in found)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from spile.core.errors import ConfigError
 from spile.core.recipe import OF_EACH_ROW, ResolvedRecipe
@@ -72,10 +73,17 @@ class AlignedDatasets:
         told = ", ".join(f"{side}={dataset.url!r}" for side, dataset in self.sides.items())
         return f"spile.align({told}): {self.num_tokens:,} rows"
 
-    def read(self, tap: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+    def read(
+        self,
+        tap: str,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        dtype: npt.DTypeLike | None = None,
+    ) -> np.ndarray:
         """Return rows of a tap of one side, as `Dataset.read` does."""
         dataset, tap = self._found(tap)
-        return dataset.read(tap, start, stop)
+        return dataset.read(tap, start, stop, dtype=dtype)
 
     def index(self, start: int, stop: int) -> np.ndarray:
         """Return the index entries of rows, which are those of every side."""

@@ -100,18 +100,32 @@ class Batches:
         return self
 
     def __next__(self) -> RowBatch:
+        batch = self._next()
+        if batch is None:
+            raise StopIteration
+        return batch
+
+    def unconverted(self) -> Iterator[RowBatch]:
+        """Yield the next batches in the stored dtype, unless the options name one.
+
+        For loaders: torch and JAX accumulate in float32 whatever the dtype; numpy does not.
+        """
+        while (batch := self._next(unconverted=True)) is not None:
+            yield batch
+
+    def _next(self, *, unconverted: bool = False) -> RowBatch | None:
         while (
             size := self._next_size()
         ) and self._number % self.share.workers != self.share.worker:
             self._advance(size)
         if not size:
             self._ahead = ReadAhead(self.views, self._schedule)  # frees the memory of the windows
-            raise StopIteration
+            return None
         epoch = self._cursor.epoch
         before = self._schedule.given_before(epoch)
         low, high = self.share.part(self._cursor.position, size, before)
         ends = self._order.ends(epoch)
-        made = [view.begin(high - low) for view in self.views]
+        made = [view.begin(high - low, unconverted=unconverted) for view in self.views]
         at = low
         while at < high:
             number = int(np.searchsorted(ends, at, side="right"))

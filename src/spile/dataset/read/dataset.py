@@ -7,7 +7,6 @@ import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -20,7 +19,7 @@ from spile.core.recipe import ResolvedRecipe, latent_names
 from spile.core.tap_order import sorted_taps
 from spile.dataset import format as fmt
 from spile.dataset.codec.columns import read_columns
-from spile.dataset.codec.quantization import DECODED, encode
+from spile.dataset.codec.quantization import encode
 from spile.dataset.codec.shard import read_tensors
 from spile.dataset.codec.statistics import TapStats, merged
 from spile.dataset.format import Shard
@@ -28,7 +27,9 @@ from spile.dataset.read.batches import Batches
 from spile.dataset.read.checked_file import CheckedObjects
 from spile.dataset.read.choice import RowChoice, row_choice
 from spile.dataset.read.document import Document
+from spile.dataset.read.dtypes import given_dtype
 from spile.dataset.read.latents import Latents, read_latents
+from spile.dataset.read.notebook import dataset_html
 from spile.dataset.read.order import BatchOptions, Normalize, Order, Shuffle
 from spile.dataset.read.pooled import PoolBy, PooledRows, pooled
 from spile.dataset.read.rows import StoredRows
@@ -220,10 +221,9 @@ class Dataset:
         """Return the names of a tap in other tools."""
         return self._table.taps[self.name(tap)].aliases
 
-    def dtype(self, tap: str) -> np.dtype[Any]:
-        """Return the dtype that `read` gives: as stored, or float32 if values have scales."""
-        info = self._table.taps[self.name(tap)]
-        return DECODED if info.scaled_by else info.storage
+    def dtype(self, tap: str, dtype: npt.DTypeLike | None = None) -> np.dtype[Any]:
+        """Return the dtype in which `read(tap, dtype=dtype)` gives rows."""
+        return given_dtype(self._table.taps[self.name(tap)], dtype)
 
     def stored_dtype(self, tap: str) -> str:
         """Return the stored dtype by its name in `--store-dtype`."""
@@ -245,8 +245,15 @@ class Dataset:
         """Return the number of values in a row."""
         return self._table.taps[self.name(tap)].width
 
-    def read(self, tap: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return rows start..stop of a tap; a view of the file if one shard holds them undecoded.
+    def read(
+        self,
+        tap: str,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        dtype: npt.DTypeLike | None = None,
+    ) -> np.ndarray:
+        """Return rows start..stop of a tap, in float32.
 
         There are fewer rows if `stop` is beyond the last. Rows count from 0, never from the end.
 
@@ -257,19 +264,24 @@ class Dataset:
         Args:
             stop: the row after the last. Without it, all rows from `start` on are read, if they
                 take at most 4 GiB.
+            dtype: any float dtype; by default float32, which holds stored values exactly. "stored"
+                is the file's own (float32 for eight bits): a read-only view of the file, if one
+                shard holds the rows. numpy's sums over bfloat16 or float16 are wrong. Ids of
+                experts and latents stay integers.
         """
-        tap = self.name(tap)
+        tap, given = self.name(tap), self.dtype(tap, dtype)
         if stop is None:
             stop = self.num_tokens
-            refuse_if_large(self, tap, stop - start)
+            refuse_if_large(self, tap, stop - start, given)
         start, stop = self._bounds(start, stop)
         pieces = list(self._stored.pieces(tap, start, stop))
         for shard, _, _ in pieces:
             self._stored.tensor(shard)  # checks the file before memory is allocated
-        if len(pieces) == 1 and not self._table.taps[tap].scaled_by:
+        info = self._table.taps[tap]
+        if len(pieces) == 1 and not info.scaled_by and given == info.storage:
             shard, a, b = pieces[0]
             return self._stored.tensor(shard)[a:b]
-        out = np.empty((max(0, stop - start), *self.shape(tap)), self.dtype(tap))
+        out = np.empty((max(0, stop - start), *info.shape), given)
         self._stored.fill(tap, pieces, out)
         return out
 
@@ -277,13 +289,20 @@ class Dataset:
         """Return the number of latents of a tap's encoder; 0 if its rows are not latents."""
         return self._table.taps[self.name(tap)].latents
 
-    def latents(self, tap: str, start: int, stop: int) -> Latents:
-        """Return the active latents of rows start..stop of an encoded tap; see `Latents`."""
-        return read_latents(self, tap, start, stop)
+    def latents(
+        self, tap: str, start: int, stop: int, *, dtype: npt.DTypeLike | None = None
+    ) -> Latents:
+        """Return the active latents of rows start..stop of an encoded tap; see `Latents`.
+
+        `dtype`, of their values, is that of `read`.
+        """
+        return read_latents(self, tap, start, stop, dtype)
 
     def read_into(self, tap: str, start: int, out: np.ndarray) -> None:
-        """Copy rows from `start` on into a buffer, without a temporary."""
+        """Read rows from `start` on into a buffer of any float dtype, without a temporary."""
         tap = self.name(tap)
+        if out.dtype.kind in "iub" and self.dtype(tap).kind not in "iu":
+            raise ConfigError(f"read_into: {out.dtype} cannot hold {tap}; give a float32 buffer")
         if not 0 <= start <= self.num_tokens - len(out):
             raise ConfigError(
                 f"rows {start} to {start + len(out)} of {self.num_tokens} do not exist"
@@ -456,30 +475,7 @@ class Dataset:
         )
 
     def _repr_html_(self) -> str:
-        """Return HTML for a notebook: taps with their shapes, then their origin."""
-        recipe = self.recipe
-        shapes = {tap: "×".join(map(str, self.shape(tap))) or "1" for tap in self.taps}
-        rows = "".join(
-            f"<tr><td>{escape(tap)}</td><td>{shape}</td><td>{self.stored_dtype(tap)}</td></tr>"
-            for tap, shape in shapes.items()
-        )
-        facts = {
-            "rows": f"{self.num_tokens:,} per tap",
-            "documents": f"{self.num_documents:,}",
-            "stored": f"{self.nbytes / 1e6:,.1f} MB",
-            "model": recipe.model_source,
-            "corpus": recipe.corpus_source,
-            "context": f"{recipe.seq_len:,} tokens",
-            "kept rows": recipe.where or "all",
-            "fingerprint": self.fingerprint,
-        }
-        told = "".join(
-            f"<tr><td>{name}</td><td>{escape(value)}</td></tr>" for name, value in facts.items()
-        )
-        return (
-            f"<b>spile.Dataset</b> {escape(self.url)}<table><tr><th>tap</th><th>shape</th>"
-            f"<th>stored as</th></tr>{rows}</table><table>{told}</table>"
-        )
+        return dataset_html(self)
 
     def statistics(self, tap: str) -> TapStats:
         """Return count, mean, variance, norms and extremes of a tap over the whole dataset."""
@@ -536,7 +532,9 @@ class Dataset:
                 too: "topic == 'law' and pos >= 1".
             normalize: normalize by the stored statistics. "mean" subtracts the mean; "std" also
                 divides channels by their deviation; "norm" scales all rows so that their mean
-                length is sqrt(width). The result is float32 unless `dtype` is given.
+                length is sqrt(width), computed in float32.
+            dtype: that of `read`: by default float32. (`TorchLoader` and `on_devices` keep the
+                stored dtype, unless it is given: torch and JAX accumulate in float32.)
             encoded: return taps of eight bits as `Encoded` codes and scales.
             rank: the rank, of `world`, whose share of every batch to return.
             drop_last: whether to drop the last batch of an epoch if it is short.

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from spile.dataset.read.rows import runs
 
@@ -40,14 +41,13 @@ class Document:
         """The text of the document's stored tokens, also special ones; `…` marks gaps."""
         return self._dataset.texts.text(self.index)
 
-    def read(self, tap: str) -> np.ndarray:
-        """Return the document's rows of a tap, in reading order."""
-        shape, dtype = self._dataset.shape(tap), self._dataset.dtype(tap)
-        out = np.empty((len(self.rows), *shape), dtype)
+    def read(self, tap: str, *, dtype: npt.DTypeLike | None = None) -> np.ndarray:
+        """Return the document's rows of a tap, in reading order; `dtype` as in `Dataset.read`."""
+        shape, given = self._dataset.shape(tap), self._dataset.dtype(tap, dtype)
+        out = np.empty((len(self.rows), *shape), given)
         bounds = runs(self.rows)
         for start, stop in zip(bounds, bounds[1:], strict=False):
-            first = int(self.rows[start])
-            out[start:stop] = self._dataset.read(tap, first, first + stop - start)
+            self._dataset.read_into(tap, int(self.rows[start]), out[start:stop])
         return out
 
     __getitem__ = read

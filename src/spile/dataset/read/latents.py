@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from spile.core.errors import ConfigError, CorruptError
 from spile.core.recipe import latent_names
+from spile.dataset.read.dtypes import STORED
 
 _WINDOW_BYTES = 32 << 20  # read at a time
 
@@ -27,8 +29,10 @@ class ReadableDataset(Protocol):
     def name(self, tap: str) -> str: ...
     def width(self, tap: str) -> int: ...
     def num_latents(self, tap: str) -> int: ...
-    def dtype(self, tap: str) -> np.dtype[Any]: ...
-    def read(self, tap: str, start: int, stop: int) -> np.ndarray: ...
+    def dtype(self, tap: str, dtype: npt.DTypeLike | None = None) -> np.dtype[Any]: ...
+    def read(
+        self, tap: str, start: int, stop: int, *, dtype: npt.DTypeLike | None = None
+    ) -> np.ndarray: ...
     def index(self, start: int, stop: int) -> np.ndarray: ...
 
 
@@ -75,17 +79,24 @@ def pair_of(dataset: ReadableDataset, tap: str) -> tuple[str, str] | None:
     return next((pair for encoded, pair in pairs if tap in (encoded, *pair)), None)
 
 
-def read_latents(dataset: ReadableDataset, tap: str, start: int, stop: int) -> Latents:
+def read_latents(
+    dataset: ReadableDataset,
+    tap: str,
+    start: int,
+    stop: int,
+    dtype: npt.DTypeLike | None = None,
+) -> Latents:
     """Return the latents of rows start..stop of an encoded tap.
 
     Args:
         tap: its name in the model (`resid_post.12`), or that of either of its two taps.
+        dtype: of the values, as in `Dataset.read`.
     """
     pair = pair_of(dataset, tap)
     if pair is None:
         encoded = ", ".join(dataset.encoded) or "none"
         raise ConfigError(f"no latents of {tap!r} here; taps that were encoded: {encoded}")
-    values, ids = (np.asarray(dataset.read(name, start, stop)) for name in pair)
+    values, ids = (np.asarray(dataset.read(name, start, stop, dtype=dtype)) for name in pair)
     active = values != 0
     indptr = np.zeros(len(values) + 1, np.int64)
     np.cumsum(active.sum(axis=1), out=indptr[1:])
@@ -129,11 +140,12 @@ def _values_of(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the first row of each window, and the channel's value in each of its rows."""
     names = pair or (tap,)
-    row = sum(dataset.width(name) * dataset.dtype(name).itemsize for name in names)
+    row = sum(dataset.width(name) * dataset.dtype(name, STORED).itemsize for name in names)
     step = max(1, _WINDOW_BYTES // max(1, row))
     for start in range(0, dataset.num_tokens, step):
         stop = min(start + step, dataset.num_tokens)
-        stored = np.asarray(dataset.read(tap, start, stop)).reshape(stop - start, -1)
+        stored = np.asarray(dataset.read(tap, start, stop, dtype=STORED))
+        stored = stored.reshape(stop - start, -1)
         if pair is None:
             yield start, stored[:, channel].astype(np.float32)
             continue

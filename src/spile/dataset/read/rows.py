@@ -25,7 +25,6 @@ from spile.core.index import INDEX_DTYPE
 from spile.core.tensors import TensorInfo, map_tensors
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
-from spile.dataset.codec.quantization import decode
 from spile.dataset.codec.shard import (
     TensorSpec,
     index_tensors,
@@ -34,6 +33,7 @@ from spile.dataset.codec.shard import (
     tap_tensors,
 )
 from spile.dataset.format import SCALE_DTYPE, Done, Shard
+from spile.dataset.read.dtypes import convert
 from spile.dataset.records.segments import Catalog
 from spile.dataset.records.table import Table
 from spile.objects import Objects
@@ -42,6 +42,7 @@ _COLUMNS = 4  # columns of indexes to keep whole in memory
 _OPEN_FILES = 512  # kept mapped, or with their headers; of a million, only those in use
 _HEADERS = 1 << 14  # of remote files, kept so that random reads request only rows
 _STRETCH_BYTES = 8 << 20  # of one read: long for a disk or a request, yet several fit in memory
+_COPIERS = 4  # threads: one core does not saturate the memory bandwidth
 _GAP_BYTES = 256 << 10  # a smaller gap is fetched and discarded to save a request
 _LONG_RUN = 4  # mean rows in a run from which copying runs beats taking single rows
 
@@ -116,18 +117,28 @@ class StoredRows:
                 at += 1
 
     def fill(self, tap: str, pieces: Iterable[tuple[Shard, int, int]], out: np.ndarray) -> None:
-        """Decode pieces into a buffer."""
-        scaled_by = self.table.taps[tap].scaled_by
+        """Convert pieces to the dtype of a buffer, several stretches at a time."""
+        step = max(1, _STRETCH_BYTES // self.table.taps[tap].row_bytes)
+        jobs: list[ReadJob] = []
         filled = 0
         for shard, a, b in pieces:
-            stored, target = self.tensor(shard)[a:b], out[filled : filled + b - a]
-            if scaled_by is None:
-                target[...] = stored
-            elif scaled_by == "row":
-                decode(stored, self.scale(shard)[a:b], target)
-            else:
-                decode(stored, self.scales[tap], target)
-            filled += b - a
+            for low in range(a, b, step):
+                high = min(low + step, b)
+                target = out[filled : filled + high - low]
+                jobs.append(partial(self._fill, tap, shard, low, high, target))
+                filled += high - low
+        run_jobs(jobs, self._threads)
+
+    def _fill(self, tap: str, shard: Shard, a: int, b: int, out: np.ndarray) -> None:
+        scale = self.scales.get(tap)
+        if self.table.taps[tap].scaled_by == "row":
+            scale = self.scale(shard)[a:b]
+        convert(self.tensor(shard)[a:b], out, scale)
+
+    @property
+    def _threads(self) -> int:
+        """How many threads read ranges: they copy from a disk's cache, and wait for a bucket."""
+        return min(_COPIERS, os.cpu_count() or 1) if self.is_local else self.objects.parallel
 
     def index(self, start: int, stop: int) -> np.ndarray:
         """Return the index entries of a range of rows."""
@@ -166,11 +177,7 @@ class StoredRows:
             scale = np.empty(len(rows), SCALE_DTYPE)
             jobs += self.scale_jobs(tap, rows, scale)
         run_jobs(jobs, 1 if self.is_local else self.objects.parallel)
-        values = stored.view(info.storage).reshape(len(rows), *info.shape)
-        if scale is None:
-            out[...] = values
-        else:
-            decode(values, scale, out)
+        convert(stored.view(info.storage).reshape(len(rows), *info.shape), out, scale)
 
     def forget(self) -> None:
         """Drop the files and headers that are kept open or in memory; they are opened again."""

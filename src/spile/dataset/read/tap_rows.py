@@ -39,7 +39,7 @@ class TapRows:
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype in which rows are read."""
-        return self._dataset.read(self.tap, 0, 0).dtype
+        return self._dataset.dtype(self.tap)
 
     @property
     def ndim(self) -> int:
@@ -89,7 +89,7 @@ class TapRows:
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
             raise ValueError(f"the rows of {self.tap} are read from files, which makes a copy")
-        refuse_if_large(self._dataset, self.tap, len(self))
+        refuse_if_large(self._dataset, self.tap, len(self), self.dtype)
         return np.asarray(self[:], dtype)
 
     def __repr__(self) -> str:
@@ -125,13 +125,13 @@ class TapRows:
         return out
 
 
-def refuse_if_large(dataset: "Dataset", tap: str, rows: int) -> None:
+def refuse_if_large(dataset: "Dataset", tap: str, rows: int, dtype: np.dtype[Any]) -> None:
     """Raise if so many rows of a tap are more than is read at once without a range.
 
     Raises:
         ConfigError: if they are, with what to write instead.
     """
-    one = math.prod(dataset.shape(tap)) * dataset.read(tap, 0, 0).dtype.itemsize
+    one = dataset.width(tap) * dtype.itemsize
     if rows * one > LARGEST:
         most = LARGEST // one
         raise ConfigError(

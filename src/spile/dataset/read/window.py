@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from spile.core.errors import ConfigError
 from spile.core.index import INDEX_DTYPE
-from spile.core.tensors import DTYPES_BY_NAME
 from spile.dataset.codec.quantization import DECODED, decode
 from spile.dataset.codec.statistics import TapStats
 from spile.dataset.format import SCALE_DTYPE, TapInfo
+from spile.dataset.read.dtypes import STORED, convert, given_dtype
 from spile.dataset.read.order import BatchOptions, EpochSchedule, Normalize, WindowPlace
 from spile.dataset.read.rows import Bytes, ReadJob, Rows, StoredRows, runs
 
@@ -30,6 +29,7 @@ RowBatch = dict[str, Any]  # arrays by name; `Encoded` if requested
 
 _TAKERS = 4  # threads
 _WORTH_A_THREAD = 1 << 20  # bytes: a tenth of a millisecond
+_SCRATCH_BYTES = 128 << 10  # rows that a thread converts at a time: they stay in its cache
 _LONG_RUN = 16  # rows on average: with fewer, read-ahead costs more than it gains
 _MAJOR_FAULTS = 16  # some always occur
 _KEPT = 4  # buffers to keep of each kind: as many as batches are usually held
@@ -52,6 +52,46 @@ class Affine:
 
     shift: np.ndarray | None  # in the shape of a row
     factor: np.ndarray | float | None
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What turns stored rows of a tap into those to give: all of it, while rows are copied."""
+
+    info: TapInfo
+    scale: np.ndarray | None  # of each channel
+    affine: Affine | None
+
+    def take(self, table: Bytes, numbers: Rows, out: np.ndarray, scales: np.ndarray | None) -> None:
+        """Convert rows of a table, by their numbers.
+
+        Args:
+            out: [rows, width]
+            scales: of each row, if rows have them.
+        """
+        step = max(1, _SCRATCH_BYTES // table.shape[1])
+        scratch = np.empty((min(step, len(out)), table.shape[1]), np.uint8)
+        for low in range(0, len(out), step):
+            part = slice(low, low + step)
+            given = out[part].reshape(-1, *self.info.shape)
+            taken = scratch[: len(given)]
+            _take(table, numbers[part], taken)
+            stored = taken.view(self.info.storage).reshape(given.shape)
+            self._convert(stored, given, self.scale if scales is None else scales[part])
+
+    def _convert(self, stored: np.ndarray, out: np.ndarray, scale: np.ndarray | None) -> None:
+        if self.affine is None:
+            convert(stored, out, scale)
+            return
+        # Computed in float32 and rounded once.
+        wide = out if out.dtype == DECODED else np.empty(out.shape, DECODED)
+        convert(stored, wide, scale)
+        if self.affine.shift is not None:
+            wide -= self.affine.shift
+        if self.affine.factor is not None:
+            wide *= self.affine.factor
+        if wide is not out:
+            out[...] = wide
 
 
 class WindowBuffer:
@@ -118,13 +158,14 @@ class View:
         self.stored, self.names, self.made_by = stored, names, made_by or {}
         self.index, self.encoded = options.index, options.encoded
         self.taps = {tap: stored.table.taps[tap] for tap in names.values()}
-        self._dtype = None if options.dtype is None else _parsed(options.dtype)
-        normalize = options.normalize
+        self._dtype, normalize = options.dtype, options.normalize
         self.affines = {
             tap: _affine(normalize, statistics(tap), info)
             for tap, info in self.taps.items()
             if normalize
         }
+        for tap in self.taps:
+            self.given(tap)  # raises if no such dtype can be given
         self.pool, self.takers = _Pool(), _Takers()
 
     @property
@@ -151,43 +192,54 @@ class View:
         """Return the kind of scale for the encoded values of a tap."""
         return self.taps[self.names[name]].scaled_by
 
-    def begin(self, rows: int) -> "BatchBuilder":
-        return BatchBuilder(self, rows)
+    def begin(self, rows: int, *, unconverted: bool = False) -> "BatchBuilder":
+        """Begin a batch; `unconverted`: for a loader (see `Batches.unconverted`)."""
+        return BatchBuilder(self, rows, unconverted)
 
-    def given(self, tap: str) -> np.dtype[Any]:
+    def given(self, tap: str, *, unconverted: bool = False) -> np.dtype[Any]:
         """Return the dtype of a tap's rows in batches."""
         info = self.taps[tap]
         if self.encoded and info.scaled_by:
             return info.storage
-        wide = DECODED if info.scaled_by or self.affines else info.storage
-        return self._dtype or wide
+        dtype = STORED if unconverted and self._dtype is None else self._dtype
+        return given_dtype(info, dtype, normalized=tap in self.affines)
+
+    def conversion(self, tap: str, given: np.dtype[Any]) -> Conversion | None:
+        """Return what makes rows of this dtype; None if they are given as files hold them."""
+        info, affine = self.taps[tap], self.affines.get(tap)
+        if self.encoded and info.scaled_by:
+            return None
+        if not info.scaled_by and affine is None and given == info.storage:
+            return None
+        return Conversion(info, self.stored.scales.get(tap), affine)
 
 
 class BatchBuilder:
     """A batch that is being filled."""
 
-    def __init__(self, view: View, rows: int) -> None:
+    def __init__(self, view: View, rows: int, unconverted: bool) -> None:
         self._view, self._rows, self._filled = view, rows, 0
-        pool, taps = view.pool, view.taps
-        self._raw = {
-            tap: pool.array(f"{tap} stored", rows, (info.width,), info.storage).view(np.uint8)
-            for tap, info in taps.items()
-        }
-        self._scales = {
-            tap: pool.array(f"{tap} scales", rows, (), SCALE_DTYPE)
-            for tap, info in taps.items()
-            if info.scaled_by == "row"
-        }
-        self._entries = pool.array("index", rows, (), INDEX_DTYPE) if view.index else None
+        self._conversions: dict[str, Conversion | None] = {}
+        self._values: dict[str, np.ndarray] = {}  # [rows, width]
+        self._scales: dict[str, np.ndarray] = {}
+        for tap, info in view.taps.items():
+            dtype = view.given(tap, unconverted=unconverted)
+            self._conversions[tap] = view.conversion(tap, dtype)
+            self._values[tap] = view.pool.array(f"{tap} {dtype}", rows, (info.width,), dtype)
+            if view.encoded and info.scaled_by == "row":
+                self._scales[tap] = view.pool.array(f"{tap} scales", rows, (), SCALE_DTYPE)
+        self._entries = view.pool.array("index", rows, (), INDEX_DTYPE) if view.index else None
 
     def take(self, window: Window, first: int, count: int) -> None:
         """Copy the next `count` rows, from position `first` of the window on."""
         part, places = slice(self._filled, self._filled + count), slice(first, first + count)
-        for tap, raw in self._raw.items():
+        for tap, values in self._values.items():
             table, numbers = window.tables[tap]
-            self._view.takers.take(table, numbers[places], raw[part])
-        for tap, scales in self._scales.items():
-            scales[part] = window.scales[tap][places]
+            scales = window.scales[tap][places] if tap in window.scales else None
+            takes = self._conversions[tap]
+            self._view.takers.take(table, numbers[places], values[part], takes, scales)
+            if scales is not None and tap in self._scales:
+                self._scales[tap][part] = scales
         if self._entries is not None and window.index is not None:
             # As bytes: numpy copies records field by field, twenty times slower.
             self._entries[part].view(np.uint8)[:] = window.index[places].view(np.uint8)
@@ -196,47 +248,26 @@ class BatchBuilder:
     def shortened(self) -> "BatchBuilder":
         """Truncate the batch to the rows filled so far."""
         self._rows = self._filled
-        self._raw = {tap: raw[: self._rows] for tap, raw in self._raw.items()}
+        self._values = {tap: values[: self._rows] for tap, values in self._values.items()}
         self._scales = {tap: scales[: self._rows] for tap, scales in self._scales.items()}
         self._entries = None if self._entries is None else self._entries[: self._rows]
         return self
 
     def finish(self) -> RowBatch:
         assert self._filled == self._rows
-        made = {tap: self._converted(tap) for tap in self._raw}
+        made = {tap: self._made(tap) for tap in self._values}
         batch: RowBatch = {name: made[tap] for name, tap in self._view.names.items()}
         if self._entries is not None:
             batch["index"] = self._entries
         return batch
 
-    def _converted(self, tap: str) -> Any:
+    def _made(self, tap: str) -> Any:
         view, info = self._view, self._view.taps[tap]
-        stored = self._raw[tap].view(info.storage).reshape(self._rows, *info.shape)
-        scale = self._scales.get(tap, view.stored.scales.get(tap))
-        if view.encoded and scale is not None:
-            return Encoded(stored, scale)
-        affine, dtype = view.affines.get(tap), view.given(tap)
-        if scale is None and affine is None and dtype == info.storage:
-            return stored
-        # Computed in float32 and rounded once.
-        wide = view.pool.array(f"{tap} wide", self._rows, info.shape, DECODED)
-        if scale is not None:
-            decode(stored, scale, wide)
-        elif affine is None:
-            out = view.pool.array(f"{tap} given", self._rows, info.shape, dtype)
-            out[...] = stored
-            return out
-        else:
-            wide[...] = stored
-        if affine is not None and affine.shift is not None:
-            wide -= affine.shift
-        if affine is not None and affine.factor is not None:
-            wide *= affine.factor
-        if dtype == DECODED:
-            return wide
-        out = view.pool.array(f"{tap} given", self._rows, info.shape, dtype)
-        out[...] = wide
-        return out
+        values = self._values[tap].reshape(self._rows, *info.shape)
+        if view.encoded and info.scaled_by:
+            by_row = info.scaled_by == "row"
+            return Encoded(values, self._scales[tap] if by_row else view.stored.scales[tap])
+        return values
 
 
 # -- windows that are read ahead ---------------------------------------------------------------
@@ -370,15 +401,31 @@ class _Takers:
         self._threads = min(_TAKERS, os.cpu_count() or 1)
         self._others = ThreadPoolExecutor(max(1, self._threads - 1), "spile-take")
 
-    def take(self, table: Bytes, numbers: Rows, out: Bytes) -> None:
+    def take(
+        self,
+        table: Bytes,
+        numbers: Rows,
+        out: np.ndarray,
+        conversion: Conversion | None = None,
+        scales: np.ndarray | None = None,
+    ) -> None:
+        """Copy rows of a table by their numbers, as bytes or converted."""
         parts = min(self._threads, 1 + out.nbytes // _WORTH_A_THREAD)
         cuts = [len(out) * part // parts for part in range(parts + 1)]
+
+        def taken(low: int, high: int) -> None:
+            if conversion is None:
+                _take(table, numbers[low:high], out[low:high].view(np.uint8))
+            else:
+                of_rows = None if scales is None else scales[low:high]
+                conversion.take(table, numbers[low:high], out[low:high], of_rows)
+
         others = [
-            self._others.submit(_take, table, numbers[low:high], out[low:high])
+            self._others.submit(taken, low, high)
             for low, high in zip(cuts[1:], cuts[2:], strict=False)
         ]
         try:
-            _take(table, numbers[: cuts[1]], out[: cuts[1]])
+            taken(0, cuts[1])
         finally:
             wait(others)  # no thread may still write to memory that is handed out
         for other in others:
@@ -416,17 +463,6 @@ def _references(held: list[Any], at: int) -> int:
 
 
 _UNHELD = _references([np.empty(0)], 0)  # counted in the same way
-
-
-def _parsed(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    if isinstance(dtype, str) and dtype in DTYPES_BY_NAME:
-        return DTYPES_BY_NAME[dtype]
-    try:
-        found = np.dtype(dtype)
-    except TypeError:
-        known = ", ".join(DTYPES_BY_NAME)
-        raise ConfigError(f"no dtype {dtype!r}; there are {known}") from None
-    return found
 
 
 def _affine(normalize: Normalize, stats: TapStats, info: TapInfo) -> Affine:

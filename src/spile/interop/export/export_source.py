@@ -11,6 +11,7 @@ import numpy as np
 from spile.core.errors import ConfigError, DataError
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.dataset.read.dataset import Dataset
+from spile.dataset.read.dtypes import STORED
 
 WINDOW_BYTES = 32 << 20  # read and converted at a time; bounds an export's memory
 FILE_BYTES = 256 << 20  # per file that its readers, or we, hold in memory
@@ -60,7 +61,7 @@ class ExportSource:
 
     def read(self, tap: str, start: int, stop: int) -> np.ndarray:
         """Rows of a tap in the dtype to write, contiguous."""
-        return self.convert(tap, self.dataset.read(tap, start, stop))
+        return self.convert(tap, self.dataset.read(tap, start, stop, dtype=STORED))
 
     def convert(self, tap: str, values: np.ndarray) -> np.ndarray:
         """Convert rows of a `Dataset` to the dtype to write, contiguous."""
@@ -103,7 +104,7 @@ def choose_dtypes(
         raise ConfigError(f"--dtype {wanted}: this format has {', '.join(allowed)}")
 
     def chosen(tap: str) -> np.dtype[Any]:
-        stored = dataset.dtype(tap)
+        stored = dataset.dtype(tap, STORED)
         if stored.kind == "i":  # (float32 holds them exactly)
             return stored if integers else DTYPES_BY_NAME["float32"]
         return DTYPES_BY_NAME[wanted or (stored.name if stored.name in allowed else "float32")]

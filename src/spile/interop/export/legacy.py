@@ -15,6 +15,7 @@ import xxhash
 
 from spile.core.errors import ConfigError
 from spile.core.index import INDEX_DTYPE
+from spile.dataset.read.dtypes import STORED
 from spile.dataset.records.chosen_taps import site_and_layer
 from spile.interop.export.export_format import ExportFormat, write_json
 from spile.interop.export.export_source import FILE_BYTES, ExportSource
@@ -44,7 +45,7 @@ def _write(source: ExportSource, to: Path) -> int:
         stored = str(source.dataset.about(doc)["preview"] or "")
         text = stored[:_PREVIEW] or decode(document.index["token_id"])
         for layer, tap in taps.items():
-            values = source.convert(tap, document.read(tap))
+            values = source.convert(tap, document.read(tap, dtype=STORED))
             sample = {"sample_idx": doc, "activation": values, "shape": values.shape}
             held[layer].append({**sample, "text_preview": text})
             size += values.nbytes

@@ -6,12 +6,11 @@ from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from spile.core.errors import ConfigError, StoreError, printable
-from spile.core.tensors import DTYPES_BY_NAME
 from spile.core.threads import Producer
+from spile.dataset.read.dtypes import parsed_dtype
 from spile.dataset.read.window import RowBatch
 from spile.interop.flight.wire import Described, pyarrow
 
@@ -31,22 +30,21 @@ def connect(
     Args:
         url: as the server prints it, grpc://HOST:PORT or grpc+tls://HOST:PORT.
         token: the server's token [SPILE_TOKEN].
-        dtype: the dtype of the values, rounded once, from float32.
+        dtype: that of the values, as in `Dataset.read`: by default float32.
         encoded: return `Encoded` codes and scales for 8-bit taps.
         tls_root_certs: a PEM file (or its bytes) of certificates to trust, for example a
             self-signed one of the server [SPILE_TLS_ROOT_CERTS, or the system's certificates].
     """
     if not url.startswith(("grpc://", "grpc+tcp://", "grpc+tls://")):
         raise ConfigError(f"{url}: not a server's address; write e.g. grpc://127.0.0.1:8815")
-    named = isinstance(dtype, str) and dtype in DTYPES_BY_NAME
-    wanted = DTYPES_BY_NAME[str(dtype)] if named else None if dtype is None else np.dtype(dtype)
+    parsed_dtype(dtype)  # raises if there is none
     trusted = tls_root_certs or os.environ.get("SPILE_TLS_ROOT_CERTS") or None
     if isinstance(trusted, str | Path):
         try:
             trusted = Path(trusted).read_bytes()
         except OSError as error:
             raise ConfigError(f"tls_root_certs {trusted}: {error.strerror or error}") from None
-    return Connection(url, token or os.environ.get("SPILE_TOKEN"), wanted, encoded, trusted)
+    return Connection(url, token or os.environ.get("SPILE_TOKEN"), dtype, encoded, trusted)
 
 
 class Connection:
@@ -59,7 +57,7 @@ class Connection:
         self,
         url: str,
         token: str | None,
-        dtype: np.dtype[Any] | None,
+        dtype: npt.DTypeLike | None,
         encoded: bool,
         trusted: bytes | None = None,
     ) -> None:
@@ -139,7 +137,7 @@ class Connection:
 
 
 def _received(
-    reader: Any, described: Described, dtype: np.dtype[Any] | None, encoded: bool
+    reader: Any, described: Described, dtype: npt.DTypeLike | None, encoded: bool
 ) -> Generator[tuple[RowBatch, dict[str, Any]], None, None]:
     """Yield the batches of a stream.
 

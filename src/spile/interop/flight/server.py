@@ -47,7 +47,7 @@ class RowServer:
         patience: float = 300.0,
     ) -> None:
         """Args:
-        batches: batches of rows in stored form (`encoded=True`, no dtype).
+        batches: batches of rows in stored form (`encoded=True`).
         address: where to listen, and the token that trainers must send [any port of loopback].
         trainers: how many trainers must connect before the first batch is read.
         buffer: most batches to hold for slower trainers.
@@ -307,7 +307,7 @@ class Fanout:
                 if wanted is not None:
                     self._batches.load_state_dict(wanted)
                 before = self._batches.state_dict()
-                batch = next(self._batches, None)
+                batch = next(self._batches.unconverted(), None)
                 item = None
                 if batch is not None:
                     item = HeldBatch(self._made(batch), before, self._batches.state_dict())

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from spile.core.errors import StoreError
 from spile.core.index import INDEX_DTYPE
-from spile.dataset.codec.quantization import DECODED, decode
 from spile.dataset.format import SCALE_DTYPE, TapInfo
+from spile.dataset.read.dtypes import convert, given_dtype
 from spile.dataset.read.window import Encoded, RowBatch, View
 
 _VERSION = 1
@@ -96,28 +97,27 @@ class Described:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StoreError(f"the server does not serve Spile's rows ({error})") from error
 
-    def from_arrow(self, record: Any, dtype: np.dtype[Any] | None, encoded: bool) -> RowBatch:
+    def from_arrow(self, record: Any, dtype: npt.DTypeLike | None, encoded: bool) -> RowBatch:
         """Convert a record batch to a batch of `Dataset.batches`."""
         batch: RowBatch = {}
         for name, info in self.taps.items():
-            stored = _copied(record, f"rows/{name}", info.storage).reshape(-1, *info.shape)
+            stored = _column(record, f"rows/{name}", info.storage).reshape(-1, *info.shape)
             scale = self.scales.get(name)
             if info.scaled_by == "row":
-                scale = _copied(record, f"scale/{name}", SCALE_DTYPE)
-            if scale is None:
-                batch[name] = stored if dtype is None else stored.astype(dtype, copy=False)
-            elif encoded:
-                batch[name] = Encoded(stored, scale)
-            else:
-                batch[name] = decode(stored, scale).astype(dtype or DECODED, copy=False)
+                scale = _column(record, f"scale/{name}", SCALE_DTYPE)
+            if scale is not None and encoded:
+                batch[name] = Encoded(stored.copy(), scale.copy())
+                continue
+            batch[name] = np.empty(stored.shape, given_dtype(info, dtype))
+            convert(stored, batch[name], scale)
         if self.index:
-            batch[_INDEX] = _copied(record, _INDEX, INDEX_DTYPE)
+            batch[_INDEX] = _column(record, _INDEX, INDEX_DTYPE).copy()
         return batch
 
 
-def _copied(record: Any, column: str, dtype: np.dtype[Any]) -> np.ndarray:
-    """Return a writable copy of a column's values."""
+def _column(record: Any, column: str, dtype: np.dtype[Any]) -> np.ndarray:
+    """Return a view of a column's values."""
     array = record.column(column)
     each = array.type.bit_width // 8
     data = np.frombuffer(array.buffers()[1], np.uint8)[array.offset * each :]
-    return data[: len(array) * each].copy().view(dtype)
+    return data[: len(array) * each].view(dtype)

@@ -54,7 +54,7 @@ def write_card(
         "import spile",
         "",
         f'ds = spile.open("{PurePath(repo).name}")',
-        f'rows = ds.read("{next(iter(taps))}", 0, 4096)  # numpy, in stored order',
+        f'rows = ds.read("{next(iter(taps))}", 0, 4096)  # numpy, float32',
         "index = ds.index(0, 4096)  # token_id, doc, offset, pos, flags",
         "```",
         "",
