@@ -4,6 +4,10 @@
 the last 512 units exist, and a worker does those as in a run, without the text and the step. The
 datasets take turns of 32 units; the result is the median of a dataset's turns (and the quartiles).
 
+`--bound 10,1000,10000` measures what it takes to bind a unit to what it is made from, and to
+compare a record, in tables of so many units: of one run of documents each, and of documents from
+everywhere.
+
 The ledger's own code makes a dataset of real units (tiny rows). It is then multiplied: every
 further unit is a hard link to the files of a real one, with its own record, segment and table
 entry, written without fsync. Every figure comes from a fresh process.
@@ -13,6 +17,7 @@ entry, written without fsync. Every figure comes from a fresh process.
 """
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -43,11 +48,11 @@ from spile.dataset.codec.shard import statistics_tensors
 from spile.dataset.codec.statistics import TapStats
 from spile.dataset.format import CURRENT, Done, Shard, TapInfo
 from spile.dataset.records.heartbeat import Presence
-from spile.dataset.records.ledger import Attempt, Ledger
+from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.segments import columns_of, read_statistics
 from spile.dataset.records.table import Table
 from spile.dataset.records.unit_table import UnitColumns
-from spile.dataset.write.unit_writer import UnitWriter
+from spile.dataset.write.unit_writer import Attempt, UnitWriter
 from spile.objects import LocalObjects, LocalStream
 from spile.plan.estimate import Budget
 from spile.run.pipeline.pickers import StorePicker
@@ -55,6 +60,7 @@ from spile.run.pipeline.pickers import StorePicker
 ROWS, WIDTH, TAP = 256, 8, "resid_post.0"  # one block of rows for each unit
 REAL = 4000
 LAST_UNITS, TURN = 512, 32
+SCATTERED, TENSORS = 100, 500  # documents of a unit of a permuted corpus; hashes of weights
 
 
 def recipe() -> ResolvedRecipe:
@@ -67,9 +73,12 @@ def recipe() -> ResolvedRecipe:
     )  # fmt: skip
 
 
-def table_of(units: int) -> Table:
-    """Return a table in which every unit has one span of one document."""
-    entries = [Unit(n, n, 1, ROWS, (Span(0, n, 1, n, n + 1),)) for n in range(units)]
+def table_of(units: int, docs: int = 1) -> Table:
+    """Return a table in which every document of a unit has a span of its own."""
+    if docs == 1:
+        entries = [Unit(n, n, 1, ROWS, (Span(0, n, 1, n, n + 1),)) for n in range(units)]
+    else:
+        entries = [Unit(n, n, docs, ROWS, scattered(n, units, docs)) for n in range(units)]
     made = recipe()
     return Table(
         recipe=made,
@@ -79,6 +88,12 @@ def table_of(units: int) -> Table:
         units=UnitColumns.of(entries),
         kept=1.0,
     )
+
+
+def scattered(unit: int, units: int, docs: int) -> tuple[Span, ...]:
+    """Return the spans of a unit whose documents are far apart in the corpus."""
+    numbers = (unit + units * at for at in range(docs))
+    return tuple(Span(0, n, 1, n, n + 1, doc=n) for n in numbers)
 
 
 def write_unit(ledger: Ledger, table: Table, unit: int) -> Done:
@@ -98,6 +113,7 @@ def write_unit(ledger: Ledger, table: Table, unit: int) -> Done:
         done = writer.finish(
             table=documents,
             fingerprint=table.fingerprint,
+            made_from=ledger.must_be_made_from(table, unit),
             tokens=ROWS,
             documents=1,
             contexts=1,
@@ -222,6 +238,38 @@ def flat(real: Path, folder: Path, counts: Sequence[int]) -> None:
         print(run.report(), flush=True)
 
 
+def bound(folder: Path, counts: Sequence[int]) -> None:
+    """Measure how long units are bound and compared, in tables of several sizes."""
+    for docs, count in itertools.product((1, SCATTERED), counts):
+        ledger = Ledger(LocalObjects(folder / f"bound-{docs}-{count}"))
+        ledger.create_table(table_of(count, docs))
+        ledger.check_weights({f"layers.{n}": f"{n:032x}" for n in range(TENSORS)})
+        table, done = ledger.table(), write_unit(ledger, ledger.table(), 0)
+        assert len(table.units.columns)  # reads them
+        numbers = range(0, count, max(1, count // 1000))
+        records = [
+            replace(done, unit=n, made_from=ledger.must_be_made_from(table, n)) for n in numbers
+        ]
+        ledger = Ledger(ledger.objects)
+        first = cpu_ms(partial(ledger.made_from, table), [0])
+        bind = cpu_ms(partial(ledger.must_be_made_from, table), numbers)
+        compare = cpu_ms(partial(ledger.other_origin, table), records)
+        assert ledger.other_origin(table, records[-1]) is None
+        print(
+            f"{count} units of {docs} spans: the first {first:.2f} CPU ms, to bind {bind:.3f}, "
+            f"to compare {compare:.3f}",
+            flush=True,
+        )
+
+
+def cpu_ms(call: Callable[[Any], object], of: Sequence[Any]) -> float:
+    """Return the processor milliseconds of each call."""
+    began = time.process_time()
+    for each in of:
+        call(each)
+    return 1000 * (time.process_time() - began) / len(of)
+
+
 def multiply(real: Path, folder: Path, units: int, stop: int | None = None) -> None:
     """Link the files of real units as those of many units, up to the group of unit `stop`."""
     source, ledger, table = (
@@ -235,9 +283,12 @@ def multiply(real: Path, folder: Path, units: int, stop: int | None = None) -> N
     with patch("os.fsync", lambda descriptor: None):
         ledger.create_table(table)
         ledger.check_weights({"embed": "aa"})
+        bound = partial(ledger.must_be_made_from, table)
         for group in range(CURRENT.groups(units if stop is None else stop)):
             numbers = CURRENT.units_of(group, units)
-            linked = [_link(real, folder, records[n % len(records)], n) for n in numbers]
+            linked = [
+                link_unit(real, folder, records[n % len(records)], n, bound(n)) for n in numbers
+            ]
             merged = TapStats.empty(WIDTH)
             for number in numbers:
                 merged.merge(statistics[number % len(records)][TAP])
@@ -263,7 +314,7 @@ def unfinished(folder: Path) -> Iterator[None]:
             os.rename(folder.parent / key.replace("/", "-"), folder / key)
 
 
-def _link(real: Path, folder: Path, done: Done, unit: int) -> Done:
+def link_unit(real: Path, folder: Path, done: Done, unit: int, made_from: str) -> Done:
     def moved(file: Shard) -> Shard:
         key = CURRENT.attempt_prefix(unit, done.attempt) + file.key.rpartition("/")[2]
         os.link(real / file.key, folder / key)
@@ -273,6 +324,7 @@ def _link(real: Path, folder: Path, done: Done, unit: int) -> Done:
     copy = replace(
         done,
         unit=unit,
+        made_from=made_from,
         shards=tuple(map(moved, done.shards)),
         index=moved(done.index),
         statistics=moved(done.statistics),
@@ -452,8 +504,12 @@ def main() -> None:
     parser.add_argument("--real", default=f"1000,{REAL}", help="numbers of units made in full")
     parser.add_argument("--only", default=",".join(MEASURES))
     parser.add_argument("--flat", help="numbers of units between which to compare one more unit")
+    parser.add_argument("--bound", help="numbers of units of tables in which to bind units")
     parser.add_argument("--measure", choices=MEASURES)
     arguments = parser.parse_args()
+    if arguments.bound:
+        bound(arguments.folder, [*sizes(arguments.bound)])
+        return
     if arguments.measure:
         run_measure(arguments.measure, str(arguments.folder))
         return

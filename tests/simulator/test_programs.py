@@ -20,7 +20,6 @@ from simulator.documents import TapRule
 from simulator.places import Violation
 from simulator.programs import Program
 from spile.dataset.maintain.verify import Report
-from spile.dataset.read.order import Order
 
 SUITE = 20  # seeds
 FULL, CHUNK = int(os.environ.get("SPILE_PROGRAMS", "10000")), 100
@@ -171,12 +170,6 @@ _HASHED: Callable[..., np.ndarray] = documents._hashed
         pytest.param(
             running, "replicate", lambda *_: None, [Op("copy", "p2", ("p0",))], "model",
             id="a copy of nothing",
-        ),
-        pytest.param(
-            Order, "identity", property(lambda order: {}),
-            [Op("copy", "p2", ("p0",)), GROWS, Op("add-corpus", "p2", source="d"),
-             Op("take", "p0"), Op("resume", "p2")], "state",
-            id="a state that fits everywhere",
         ),
         pytest.param(
             places.Places, "audit", lambda *_, **__: Report(),

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
 import spile
+from spile.core.config import canonical_json
 from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.dataset import format as fmt
 from spile.dataset.maintain.compact import compact
@@ -317,6 +319,17 @@ def test_one_more_generation_costs_as_much_after_few_as_after_many(tmp_path: Pat
     for kind in ("list", "size", "create"):
         assert many[kind] == few[kind] > 0, kind
     assert many["generation"] - few["generation"] <= 24  # each is read, and nothing that it derived
+
+
+def test_the_identity_of_the_units_at_each_generation_is_that_of_the_page(tmp_path: Path) -> None:
+    """As docs/format.md has it: a list in canonical JSON, hashed."""
+    newest = stored.build(tmp_path / "out", UNITS, grown=[2, 5]).ledger.table()
+    for table in newest.every_generation():
+        files = [file["identity"] for file in table.files]
+        more = [each.columns.digest for each in table.generations if each.columns]
+        told = canonical_json([table.fingerprint, files, newest.units.key, more])
+        assert table.order == xxhash.xxh3_128_hexdigest(told)
+    assert len({table.order for table in newest.every_generation()}) == 3
 
 
 def test_each_record_is_read_once_however_many_generations_name_it(
