@@ -5,6 +5,7 @@ between them: two commands that collide fail their page.
 """
 
 import ast
+import dataclasses
 import importlib
 import json
 import multiprocessing
@@ -96,6 +97,22 @@ def test_everything_on_the_page_runs_in_order_or_is_excepted(
             for command in pages.commands(block):
                 run(command, scratch)
     capsys.readouterr()
+
+
+def test_readers_of_where_end_learn_that_labels_are_joined_by_document() -> None:
+    """Rows are not in the order of the corpus: whoever zips them with its labels is wrong."""
+    explained = {
+        page: [part for part in (pages.ROOT / page).read_text().split("\n## ") if sign in part]
+        for page, sign in {
+            "docs/models.md": "--where end  ", "docs/how-to.md": "with `--where end`, where",
+            "docs/reading.md": "labels in the order of the corpus",
+        }.items()
+    }  # fmt: skip
+    assert all(part and all("ds.pooled" in text for text in part) for part in explained.values())
+    (where,) = (f for f in dataclasses.fields(spile.Recipe) if f.name == "where")
+    told = (where.metadata["help"], spile.Dataset.read.__doc__, spile.Dataset.columns.__doc__)
+    for text in told:
+        assert "pooled" in text and "order" in text
 
 
 def _shell(page: str) -> list[Block]:

@@ -115,8 +115,9 @@ class Recipe(Options):
     where: str | None = option(
         "keep only these rows, e.g. 'not bos and pos >= 1'. Of each row: bos eos special (any "
         "special token); first and last, the ends of a context (a document longer than --seq-len "
-        "has several); end, a document's last token; pos in the context, offset in the document; "
-        "doc, token_id; in chats system user assistant tool template",
+        "has several); end, a document's last token (these rows are not in the corpus's order: "
+        "ds.pooled joins labels); pos in the context, offset in the document; doc, token_id; in "
+        "chats system user assistant tool template",
         topic="rows",
         common=True,
     )
