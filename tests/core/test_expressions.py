@@ -171,6 +171,8 @@ def test_spellings_of_one_expression_have_one_canonical_text(where: str, canonic
          "special, first, last, end, system, user, assistant, tool, template, token_id, doc, "
          "offset, pos); did you mean 'pos'?"),
         ("BOS", "did you mean 'bos'?"),
+        ("label == 1", "'label': no such name (known: bos, "),
+        ("pos >= 1 and lang == 'en'", "understood; to choose documents by a column, use"),
         ("pos", "'pos': is an integer where true or false is needed; compare it, as in pos > 0"),
         ("not pos", "character 5, 'pos': is an integer where"),
         ("bos or 1", "character 8, '1': is an integer where"),

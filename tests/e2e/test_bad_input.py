@@ -71,6 +71,43 @@ def test_a_corpus_that_cannot_be_read_is_refused(case: str, model: Path, tmp_pat
     check_refused(run("extract", *work.flags(tmp_path / "out")), 2, *named)
 
 
+PAIRS = b"prompt,response,score\nwhat?,that,3\n"
+# The obvious first try: the corpus, options, and what the line says to do instead.
+TRIES: dict[str, tuple[str, bytes, dict[str, object], list[str]]] = {
+    "a table of pairs": ("a.csv", PAIRS, {},
+        ["prompt, response", "--prompt-column prompt --response-column response reads"]),
+    "a parquet of pairs": ("a.parquet", parquet(question=["x"], answer=["y"]), {},
+        ["--prompt-column question --response-column answer reads"]),
+    "no strings": ("a.parquet", parquet(label=[1], emb=[[0.5]]), {},
+        ["no column holds strings", "label: int64, emb: list<element: double>"]),
+    "a condition on documents": ("a.jsonl", LINE, {"where": "label == 1"},
+        ["'label'", "by a column, use --filter"]),
+    "a typo in a jsonl key": ("a.jsonl", LINE, {"text_column": "boddy"}, ["body, n, text"]),
+    "a typo in a csv column": ("a.csv", PAIRS, {"prompt_column": "promt"},
+        ["prompt, response, score", "did you mean 'prompt'?"]),
+    "a typo in a filter": ("a.parquet", TEXTS, {"filter": "nn == 1"}, ["n, text", "mean 'n'?"]),
+    "a typo in a kept column": ("a.parquet", TEXTS, {"keep": "txt"}, ["n, text", "mean 'text'?"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TRIES)
+def test_an_obvious_first_try_is_led_on(case: str, model: Path, tmp_path: Path) -> None:
+    name, data, options, told = TRIES[case]
+    (tmp_path / name).write_bytes(data)
+    given = {**OPTIONS, **options}
+    if "prompt_column" in options:
+        given["template"] = "none"
+    work = Work(model, tmp_path / name, given)
+    check_refused(run("extract", *work.flags(tmp_path / "out")), 2, *told)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_encoder_is_refused_as_what_it_is(corpus: Path, tmp_path: Path) -> None:
+    work = Work(Path("bert-base-uncased"), corpus, OPTIONS)
+    told = ("bert-base-uncased: is an encoder", "causal language model")
+    check_refused(run("extract", *work.flags(tmp_path / "out")), 2, *told)
+
+
 def test_bad_data_far_into_a_corpus_stops_the_run_and_spoils_nothing(
     model: Path, tmp_path: Path
 ) -> None:

@@ -149,6 +149,14 @@ def test_another_value_of_a_field_is_refused_with_both_values(
     assert files(out) == before
 
 
+def test_other_taps_are_refused_with_the_flag_that_adds_them(made: tuple[Work, Path]) -> None:
+    work, out = made
+    added = "give --add-taps 'embed,resid_post.1' in place of --taps"
+    refused(work, out, added, taps="embed,resid_post:0+1")
+    result = run("extract", *work.flags(out, taps="resid_post:1", every=3))
+    check_refused(result, 2, "use the stored values or another --out")  # more than taps differ
+
+
 def test_a_field_that_was_left_open_cannot_be_set_later(
     made: tuple[Work, Path], tmp_path: Path
 ) -> None:

@@ -125,8 +125,12 @@ class DriftError(SpileError):
         *,
         holds_rows: bool = True,
         grows: bool = False,
+        adds: Collection[str] = (),
     ) -> None:
-        """`grows`: whether --more would add the missing documents."""
+        """Args:
+        grows: whether --more would add the missing documents.
+        adds: taps that --add-taps would add.
+        """
         self.differences = dict(differences)
         diff = "; ".join(
             f"{name}: stored {old!r}, now {new!r}" for name, (old, new) in self.differences.items()
@@ -134,6 +138,11 @@ class DriftError(SpileError):
         advice = "use the stored values or another --out"
         if grows:
             advice = "use the stored values, add documents with --more, or use another --out"
+        elif adds and holds_rows:
+            advice = (
+                f"to add what is new to it, give --add-taps '{','.join(adds)}' in place of --taps; "
+                "or use another --out"
+            )
         elif not holds_rows:
             advice = (
                 "no row is stored there yet: add --restart, or delete it, to begin with the new "

@@ -278,6 +278,9 @@ def _parse_rows(text: str) -> ast.expr:
     return tree
 
 
+_BY_COLUMN = "to choose documents by a column, use --filter"
+
+
 class _RowParser(_Parser):
     """Parser of `--where`: conditions and integers are checked by methods that call each other."""
 
@@ -369,8 +372,8 @@ class _RowParser(_Parser):
             case ast.Name(id=name):
                 known = [*FLAGS, *_COLUMNS]
                 close = difflib.get_close_matches(name.lower(), known, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
-                raise self.error(f"no such name (known: {', '.join(known)}){hint}", node)
+                hint = f"did you mean {close[0]!r}?" if close else _BY_COLUMN
+                raise self.error(f"no such name (known: {', '.join(known)}); {hint}", node)
             case ast.UnaryOp(op=ast.Not()) | ast.BoolOp() | ast.Compare():
                 return True
             case ast.UnaryOp(op=ast.USub() | ast.UAdd()):
@@ -381,6 +384,8 @@ class _RowParser(_Parser):
                 raise self.error(_INSTEAD.get(type(op), _ROW_LANGUAGE), node)
             case ast.Constant(value=value) if type(value) is int:
                 return False
+            case ast.Constant(value=str()):
+                raise self.error(f"{_ROW_LANGUAGE}; {_BY_COLUMN}", node)
             case _:
                 raise self.error(_ROW_LANGUAGE, node)
 

@@ -556,4 +556,6 @@ def _refuse_drift(
     if differences:
         grows = can_grow(old, new, differences)
         holds_rows = grows or ledger.holds_rows()
-        raise DriftError(ledger.url, differences, holds_rows=holds_rows, grows=grows)
+        new = [tap for tap in now.taps if tap not in stored.recipe.taps]
+        adds = new if differences.keys() == {"taps"} and not ledger.of_pass else ()
+        raise DriftError(ledger.url, differences, holds_rows=holds_rows, grows=grows, adds=adds)

@@ -689,7 +689,7 @@ def test_a_known_class_that_is_not_computed_is_refused_with_the_reason(name: str
     by_channel = dict.fromkeys(("Mamba", "FalconMamba"), "by channel")
     reasons = {**by_channel, "Zamba2": "share their weights", "Gemma3n": "four streams"}
     encoders = ("Bert", "Roberta", "ModernBert", "Gemma3Text")
-    reasons |= {"Lfm2Moe": "more than their sum", **dict.fromkeys(encoders, "see later tokens")}
+    reasons |= {"Lfm2Moe": "more than their sum", **dict.fromkeys(encoders, "is an encoder: ")}
     told = [why for stem, why in reasons.items() if name.startswith(stem)]
     assert (told or ["indexer"])[0] in message
 

@@ -418,6 +418,9 @@ def test_a_missing_directory_says_what_a_model_is(tmp_path: Path) -> None:
         open_checkpoint("gpt2-xl")
     with pytest.raises(InputError, match="--model pythia-70m: no such directory.*EleutherAI/"):
         read_arch("pythia-70m")
+    for encoder in ("bert-base-uncased", "roberta-large", "distilbert-base-cased", "t5-small"):
+        with pytest.raises(InputError, match=f"--model {encoder}: is an encoder, .* causal lang"):
+            open_checkpoint(encoder)
     with pytest.raises(InputError, match="--model .*absent: no such directory; give 'demo'"):
         open_checkpoint(str(tmp_path / "absent"))
 

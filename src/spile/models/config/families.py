@@ -22,7 +22,7 @@ FAMILIES: tuple[Family, ...] = (
 _BY_CHANNEL = "its states decay by channel, which Spile does not compute"
 _SPARSE_ATTENTION = "an indexer chooses the keys that each token sees, which Spile does not compute"
 _SEVERAL_STREAMS = "its blocks update four streams at once, but a tap has one"
-_ENCODER = "its tokens see later tokens, but Spile's attention is causal"
+_ENCODER = "it is an encoder: its tokens see later tokens, but Spile's attention is causal"
 # Classes of transformers that are refused with a reason; others are refused as unknown.
 REFUSED = {
     "DeepseekV32ForCausalLM": _SPARSE_ATTENTION,

@@ -159,12 +159,22 @@ _OWNERS = {
 }
 
 
+# Names of encoders that people type without the owner. (Those of others say so in their config.)
+_ENCODERS = r"(distil|al|mobile|modern|camem|sci|fin)?bert-.*|(distil|xlm-)?roberta-.*|electra-.*"
+_ENCODERS += r"|(m)?deberta-.*|t5-(small|base|large|3b|11b)"
+
+
 def model_directory(model: str) -> AnyPath:
     """The directory of a model; raises if there is none."""
     directory = _directory(model)
     # (A web server cannot tell whether it has a directory.)
     if (directory / "config.json").is_file() or directory.is_dir():
         return directory
+    if re.fullmatch(_ENCODERS, model, re.IGNORECASE):
+        raise InputError(
+            f"--model {model}: is an encoder, whose tokens see later tokens; give a causal "
+            "language model, which predicts the next token, e.g. openai-community/gpt2"
+        )
     owners = (owner for name, owner in _OWNERS.items() if re.fullmatch(name, model, re.IGNORECASE))
     owner = next(owners, None)
     meant = f"; did you mean {owner}/{model}, a model of the Hub?" if owner else ""
