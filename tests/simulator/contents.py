@@ -5,8 +5,9 @@ found in a store, by the plain reader.
 It says nothing of how that comes about, nor of how documents are cut into units.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import compress, product
 from pathlib import Path
 from typing import Any
 
@@ -450,6 +451,18 @@ def between(lo: Content | None, hi: Content | None, found: Content | None) -> bo
         and all(taps in old or taps in will for taps in now)
         and all(taps in now for taps in was if taps in will)
     )
+
+
+def on_the_way(lo: Content, hi: Content) -> Iterator[Content]:
+    """What readers may find while a command makes one state of another.
+
+    Taps that are dropped go, and new ones come, one pass at a time, as generations do.
+    """
+    stay = lo.added & hi.added
+    moving = sorted((lo.added | hi.added) - stay, key=lambda each: (each.through, *each.taps))
+    for through in range(lo.through, hi.through + 1):
+        for chosen in product((False, True), repeat=len(moving)):
+            yield replace(hi, through=through, added=stay | {*compress(moving, chosen)})
 
 
 # -- what is found ---------------------------------------------------------------------------------

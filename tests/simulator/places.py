@@ -107,6 +107,16 @@ class Places:
         except Invalid as error:
             raise self._wrong(place, f"format: {place}: {error}") from error
 
+    def is_wreck(self, place: str) -> bool:
+        """Whether a place holds records of another dataset beside those of its own."""
+        try:
+            self.reader(place)
+        except Violation as error:
+            if "verify calls it sound" in str(error):
+                raise
+            return True
+        return False
+
     def _wrong(self, place: str, why: str) -> Violation:
         """What is wrong at a place, and whether `spile verify` sees it."""
         try:

@@ -28,7 +28,7 @@ from unittest import mock
 
 import numpy as np
 
-from simulator import documents
+from simulator import contents, documents
 from simulator.contents import CHANGES, ONTO, Content, Op, Refused, after, between
 from simulator.documents import GROWS, GROWS_FROM, SEQ_LEN, HashStep
 from simulator.places import HOST, Places, Violation, read, reads, told
@@ -102,6 +102,7 @@ class Run:
         self._grown = list(GROWS_FROM)
         self._undone: dict[str, set[str]] = {place: set() for place in places}
         self._made_from: dict[str, tuple[str, Content | None]] = {}
+        self._makers: dict[str, set[str]] = {place: set() for place in places}
         self._recut: set[str] = set()  # places whose units do not follow from their corpus
         self._states: list[_State] = []
         self._runs: Counter[str] = Counter()
@@ -333,6 +334,10 @@ class Run:
             cut = each.op.kind == "compact" or not self._recut.isdisjoint(each.op.of)
             if each.op.kind in ONTO and each.op.kind != "like" and cut:
                 self._recut.add(each.op.place)
+            if each.outcome == "ok" and each.op.kind == "copy":
+                # (A copy has what others have left of commands that were killed there.)
+                self._undone[each.op.place] |= self._undone[each.op.of[0]]
+        self._clear_up(ran, before, changed)
         judged = dict.fromkeys([*changed, *(each.op.place for each in ran)])
         found = {place: self.places.found(place) for place in judged}
         self.world |= found
@@ -349,6 +354,27 @@ class Run:
         for each in ran:
             worlds = [before, *(world for span in every for world in span)]
             self._judge_result(each, [world[each.op.place] for world in worlds])
+
+    def _clear_up(
+        self, ran: Sequence[_Running], before: Mapping[str, Content | None], changed: Sequence[str]
+    ) -> None:
+        """Clear up what commands have left that began different datasets in one empty place.
+
+        The table of one of them counts, and records of the others may remain. Then nobody may call
+        the place sound, and a repair moves those records aside.
+        """
+        for op in (each.op for each in ran if each.op.kind in (*ONTO, "extract")):
+            if before[op.place] is None:
+                self._makers[op.place].add(str(_plain(op)))
+        for place in changed:
+            if len(self._makers[place]) < 2 or not self.places.is_wreck(place):
+                continue
+            running = self._mended(Op("repair", place))
+            if running.outcome != "ok":
+                raise Violation(f"refused: repair of a place that two began: {running.said}")
+            self.places.has_changed(place)
+            self._makers[place].clear()
+            self._undone[place].clear()
 
     def _why(self, ran: Sequence[_Running], before: Mapping[str, Content | None]) -> str:
         """Why commands must not all have succeeded."""
@@ -456,7 +482,8 @@ class Run:
             raise Violation(f"open: {place}: {ran.said}")
         if kind != "read" or outcome != "ok":
             return
-        if not any(state and reads(ran.result, state) for state in states):
+        on_the_way = (c for each in states if each for c in contents.on_the_way(states[0], each))
+        if not any(state and reads(ran.result, state) for state in (*states, *on_the_way)):
             raise Violation(f"open: {place} was read as none of its states")
 
     def finish(self) -> None:
@@ -490,19 +517,7 @@ class Run:
         source, was = self._made_from.get(op.place, ("", None))
         if source and self.world[source] != was:
             source = ""
-        for attempt in (op, _plain(op)):
-            self._draw_anew(op)
-            running = _Running(attempt, kill=attempt.kill)
-            command = functools.partial(self._mend, op.place, source)
-            with mock.patch.object(self, "_command", lambda _, command=command: command()):
-                self.scheduler.at(0.0, functools.partial(self._start, running))
-                self.scheduler.run(self.scheduler.now + _DAY)
-            self._say(f"   repair {op.place}: {running.outcome} {running.said}")
-            self.outcomes["repair", running.outcome] += 1
-            if running.outcome == "crashed":
-                raise Violation(f"crash: {op}: {running.said}") from running.result
-            if running.outcome != "killed":
-                break
+        running = self._mended(op, source)
         if running.outcome == "ok":
             self.places.has_changed(op.place)
             self.world[op.place] = self.places.found(op.place)
@@ -521,6 +536,24 @@ class Run:
         same = source or op.place not in self._recut
         if not content.shuffled and self._found_again(content) and same:
             raise Violation(f"refused: repair of {key}: {running.said}")
+
+    def _mended(self, op: Op, source: str = "") -> _Running:
+        """Let a dataset be mended, and once more if that was killed."""
+        running = _Running(op, kill=op.kill)
+        for again in (_plain(op), None):
+            self._draw_anew(op)
+            command = functools.partial(self._mend, op.place, source)
+            with mock.patch.object(self, "_command", lambda _, command=command: command()):
+                self.scheduler.at(0.0, functools.partial(self._start, running))
+                self.scheduler.run(self.scheduler.now + _DAY)
+            self._say(f"   repair {op.place}: {running.outcome} {running.said}")
+            self.outcomes["repair", running.outcome] += 1
+            if running.outcome == "crashed":
+                raise Violation(f"crash: {op}: {running.said}") from running.result
+            if running.outcome != "killed" or again is None:
+                break
+            running = _Running(again)
+        return running
 
     def _mend(self, place: str, source: str) -> None:
         """As `spile verify --repair` does."""
