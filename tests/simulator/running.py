@@ -104,6 +104,7 @@ class Run:
         self._made_from: dict[str, tuple[str, Content | None]] = {}
         self._makers: dict[str, set[str]] = {place: set() for place in places}
         self._recut: set[str] = set()  # places whose units do not follow from their corpus
+        self._unlike: set[str] = set()  # places that were made like others that had grown
         self._states: list[_State] = []
         self._runs: Counter[str] = Counter()
         self._processes: dict[Process, _Running] = {}
@@ -334,6 +335,10 @@ class Run:
             cut = each.op.kind == "compact" or not self._recut.isdisjoint(each.op.of)
             if each.op.kind in ONTO and each.op.kind != "like" and cut:
                 self._recut.add(each.op.place)
+            of = [before[place] for place in each.op.of] if each.op.kind == "like" else []
+            grown = any(source and source.last for source in of)
+            if grown or (each.op.kind in ONTO and not self._unlike.isdisjoint(each.op.of)):
+                self._unlike.add(each.op.place)
             if each.outcome == "ok" and each.op.kind == "copy":
                 # (A copy has what others have left of commands that were killed there.)
                 self._undone[each.op.place] |= self._undone[each.op.of[0]]
@@ -453,7 +458,9 @@ class Run:
             return False
         parts = [part for place in op.of if (part := before[place])]
         if op.kind == "like" and (
-            op.of[0] in self._recut or parts[0].made or not self._found_again(parts[0])
+            op.of[0] in self._recut | self._unlike
+            or parts[0].made
+            or not self._found_again(parts[0])
         ):
             return False
         if op.kind in ONTO:

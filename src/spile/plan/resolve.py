@@ -311,7 +311,10 @@ def _refuse_unlike(other: Ledger, like: Table, made: Table, directory: AnyPath) 
         if differs:
             raise ConfigError(f"{asked}: {directory} has another tokenizer: {differs}")
     if like.units != made.units:
-        raise ConfigError(f"{asked}: its units do not follow from its recipe; was it compacted?")
+        raise ConfigError(
+            f"{asked}: its units do not follow from its recipe, as after a compaction, or because "
+            "it was itself made like a dataset that had grown; name the dataset it was made from"
+        )
 
 
 def _other_tokenizer(kept: Mapping[str, bytes], directory: AnyPath) -> str | None:
