@@ -522,8 +522,8 @@ class Run:
                 f"verify: {op.place}: {key} is damaged ({op.damage}), and it says sound"
             )
         source, was = self._made_from.get(op.place, ("", None))
-        if source and self.world[source] != was:
-            source = ""
+        if content.last or (source and self.world[source] != was):
+            source = ""  # (units of a growth come from no source)
         running = self._mended(op, source)
         if running.outcome == "ok":
             self.places.has_changed(op.place)

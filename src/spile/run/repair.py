@@ -87,7 +87,9 @@ def _make_again(making: Repair, source: Objects | None, run: Callable[..., objec
             f"{table.shuffled['seed']}` makes all of it"
         )
     if made_by and COMPACTED not in made_by and source is not None:
-        raise ConfigError(f"--from: {url} was made by `spile extract`, not copied")
+        raise ConfigError(
+            f"--from: {url} has units that `spile extract` made; repair it without --from"
+        )
     making.condemn()
     try:
         if source is not None:
