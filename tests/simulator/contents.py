@@ -335,7 +335,8 @@ def _copied(source: Content, now: Content | None) -> Content:
             there[each.taps] = each
     ahead = max(source, now, key=lambda each: (each.last, each.through))
     made = replace(ahead, added=frozenset(there.values()), dropped=dropped)
-    if made.opened < now.opened:
+    kept = frozenset(each for each in now.added if each.name not in dropped)
+    if made.opened < replace(now, added=kept).opened:
         raise Refused("taps of the source lack documents that the copy has")
     return made
 

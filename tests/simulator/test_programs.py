@@ -127,6 +127,15 @@ def test_a_copy_drops_what_its_source_has_dropped() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("had", [False, True])
+def test_taps_that_lack_documents_of_a_copy_hide_none(had: bool) -> None:
+    again = [Op("drop", "p0", taps=MORE), Op("add-taps", "p0", taps=MORE)] if had else []
+    copy, add = Op("copy", "p2", ("p0",)), Op("add-taps", "p0", taps=MORE)
+    begun = [add, copy] if had else [copy, add]
+    done = run(*begun, *again, Op("add-corpus", "p2", source="c"), copy)
+    assert done.outcomes["copy", "refused"] == 1
+
+
 def test_no_tap_is_there_twice_after_a_copy() -> None:
     run(
         Op("copy", "p2", ("p0",)), Op("add-taps", "p0", taps=MORE),
