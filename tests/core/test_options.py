@@ -136,3 +136,12 @@ def test_an_option_of_several_texts_may_be_a_list(name: str) -> None:
     for wrong in ([], ["a", 1], ["a", ""]):
         with pytest.raises(ConfigError, match=f"{flag_of(name)} must be a text or a list of texts"):
             Recipe(**{name: wrong})
+
+
+def test_options_show_what_was_given_and_read_back_as_themselves() -> None:
+    chosen = Recipe(model="demo", taps=["embed", "resid_post:9"], max_docs=3)
+    assert repr(chosen) == "Recipe(model='demo', taps='embed,resid_post:9', max_docs=3)"
+    assert eval(repr(chosen)) == chosen
+    assert (repr(Runtime()), repr(Runtime(write_threads=2))) == (
+        "Runtime()", "Runtime(write_threads=2)",
+    )  # fmt: skip

@@ -1,6 +1,7 @@
 """Batches as tensors: the same ones in the same order for any number of workers."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,21 @@ def test_tensors_hold_the_rows_of_the_same_batches(ds: spile.Dataset) -> None:
     assert wide["mlp_out.1"].dtype == torch.float32
     with pytest.raises(ConfigError, match="encoded"):
         loader(ds, encoded=True)
+
+
+def test_a_dataset_for_ones_own_loader_takes_what_a_loader_takes(ds: spile.Dataset) -> None:
+    made = spile.torch_dataset(ds, list(TAPS), 100, window=512)
+    assert same(list(pickle.loads(pickle.dumps(made))), plain(ds))
+    begun = ds.batches(list(TAPS), 100, window=512)
+    next(begun)
+    later = spile.torch_dataset(ds, list(TAPS), 100, window=512, state=begun.state_dict())
+    assert same(list(later), plain(ds)[1:])
+    assert repr(later) == f"<spile.torch_dataset of {begun!r}>"
+    assert repr(loader(ds)).startswith("<spile.TorchLoader, num_workers=0: <spile batches of 100 ")
+    rows = spile.TorchRows(ds, "mlp_out.1", 100)
+    assert repr(rows).startswith("<spile.TorchRows in torch.float32 on cpu: <spile.TorchLoader, ")
+    with pytest.raises(ConfigError, match="no tap 'q.3'"):
+        spile.torch_dataset(ds, "q.3", 100)
 
 
 @pytest.mark.full

@@ -112,6 +112,8 @@ def test_the_seed_and_the_window_fix_the_order_whatever_the_batch_size(plain: Re
 
 def test_a_state_continues_with_the_same_next_batch(plain: Recipe) -> None:
     begun = streamed(plain, 150, seed=4, epochs=2)
+    assert repr(begun).startswith("<spile stream of 150 rows (mlp_out.0, resid_post.1): shuffle=")
+    assert repr(begun).endswith("seed=4; at row 0 of epoch 0 of 2>")
     states, whole = [begun.state_dict()], []
     for batch in begun:
         whole.append({name: values.copy() for name, values in batch.items()})

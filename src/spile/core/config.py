@@ -48,7 +48,7 @@ def activation_dtype(compute_dtype: str) -> str:
 
 
 @explained
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Recipe(Options):
     """Options that define the dataset. Two runs of one recipe make the same dataset.
 
@@ -244,7 +244,7 @@ class Recipe(Options):
 
 
 @explained
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Runtime(Options):
     """Options for making the dataset. None of them changes its contents.
 
@@ -378,7 +378,7 @@ class Runtime(Options):
 
 
 @explained
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class RayOptions(Options):
     """Options for `--engine ray`: the slices, and where they run.
 

@@ -107,6 +107,15 @@ class Options:
             if value is not None:
                 object.__setattr__(self, f.name, _checked(f, value))
 
+    def __repr__(self) -> str:
+        """Show the options that differ from their defaults."""
+        given = (
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in fields(self)  # type: ignore[arg-type]
+            if getattr(self, f.name) != f.default
+        )
+        return f"{type(self).__name__}({', '.join(given)})"
+
     @classmethod
     def names(cls) -> tuple[str, ...]:
         return tuple(f.name for f in fields(cls))  # type: ignore[arg-type]

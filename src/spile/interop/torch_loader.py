@@ -56,6 +56,9 @@ class TorchLoader:
     def __len__(self) -> int:
         return len(self._at)
 
+    def __repr__(self) -> str:
+        return f"<spile.TorchLoader, num_workers={self._workers}: {self._at!r}>"
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the iteration, in the form of `Dataset.batches`."""
         return self._at.state_dict()
@@ -65,7 +68,7 @@ class TorchLoader:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Iterate from the current state."""
-        source = torch_dataset(self._dataset, self._options, self.state_dict())
+        source = _made(self._dataset, self._options, self.state_dict())
         data: Any = importlib.import_module("torch.utils.data")
         options = {"num_workers": self._workers, **self._loader}
         for batch in data.DataLoader(source, batch_size=None, **options):
@@ -111,6 +114,9 @@ class TorchRows:
     def __iter__(self) -> "TorchRows":
         return self
 
+    def __repr__(self) -> str:
+        return f"<spile.TorchRows in {self._dtype} on {self._device}: {self._loader!r}>"
+
     def __next__(self) -> Any:
         self._given = self._given or iter(self._loader)
         rows = next(self._given)[self._tap]
@@ -127,20 +133,37 @@ class TorchRows:
 
 
 def torch_dataset(
-    dataset: Dataset | AlignedDatasets, options: Mapping[str, Any], state: Mapping[str, Any]
+    dataset: Dataset | AlignedDatasets,
+    taps: str | Sequence[str],
+    batch_size: int,
+    *,
+    state: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Any:
     """Return a torch `IterableDataset`, for use with your own DataLoader.
 
     It yields whole batches: give the DataLoader batch_size=None.
+
+    Args:
+        state: where to continue, as `state_dict` of `Dataset.batches` or of a TorchLoader gives it.
+        options: those of `Dataset.batches`.
     """
+    chosen = {"taps": taps, "batch_size": batch_size, **options}
+    dataset.batches(**chosen)  # refuses what is wrong here, not in a worker
+    return _made(dataset, chosen, state)
+
+
+def _made(
+    dataset: Dataset | AlignedDatasets, options: Mapping[str, Any], state: Mapping[str, Any] | None
+) -> Any:
     data: Any = importlib.import_module("torch.utils.data") if _torch() else None
     made = type("Rows", (_Rows, data.IterableDataset), {"__reduce__": _reduced})
     return made(dataset, options, state)
 
 
 def _reduced(rows: "_Rows") -> Any:
-    """Pickle by calling `torch_dataset` again: the class is created only once torch is imported."""
-    return torch_dataset, (rows.dataset, rows.options, rows.state)
+    """Pickle by `_made`: the class is created only once torch is imported."""
+    return _made, (rows.dataset, rows.options, rows.state)
 
 
 class _Rows:
@@ -148,14 +171,22 @@ class _Rows:
         self,
         dataset: Dataset | AlignedDatasets,
         options: Mapping[str, Any],
-        state: Mapping[str, Any],
+        state: Mapping[str, Any] | None,
     ) -> None:
-        self.dataset, self.options, self.state = dataset, dict(options), dict(state)
+        self.dataset, self.options, self.state = dataset, dict(options), state
+
+    def __repr__(self) -> str:
+        return f"<spile.torch_dataset of {self._batches()!r}>"
+
+    def _batches(self) -> Any:
+        batches = self.dataset.batches(**self.options)
+        if self.state is not None:
+            batches.load_state_dict(self.state)
+        return batches
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker: Any = importlib.import_module("torch.utils.data").get_worker_info()
-        batches = self.dataset.batches(**self.options)
-        batches.load_state_dict(self.state)
+        batches = self._batches()
         if worker is not None:
             batches = batches.in_turn(worker.id, worker.num_workers)
         return tensors(batches)

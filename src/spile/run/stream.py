@@ -168,6 +168,15 @@ class ActivationStream:
             f"no state of this stream: position {cursor.position}, window begun at {begin!r}"
         )
 
+    def __repr__(self) -> str:
+        options, names = self._options, ", ".join(self.view.names)
+        told = f"shuffle={options.shuffle!r}, seed={options.seed}"
+        return (
+            f"<spile stream of {options.batch_size:,} rows ({names}): {told}; at row "
+            f"{self._cursor.position:,} of epoch {self._cursor.epoch} of "
+            f"{options.epochs or 'no end'}>"
+        )
+
     def __enter__(self) -> "ActivationStream":
         return self
 
