@@ -148,7 +148,7 @@ def torch_dataset(
         state: where to continue, as `state_dict` of `Dataset.batches` or of a TorchLoader gives it.
         options: those of `Dataset.batches`.
     """
-    chosen = {"taps": taps, "batch_size": batch_size, **options}
+    chosen: dict[str, Any] = {"taps": taps, "batch_size": batch_size, **options}
     dataset.batches(**chosen)  # refuses what is wrong here, not in a worker
     return _made(dataset, chosen, state)
 
