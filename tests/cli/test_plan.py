@@ -34,7 +34,7 @@ def test_tokens_say_how_they_are_known(error: int | None, told: str) -> None:
 
 
 def test_a_time_says_where_and_how_it_is_known() -> None:
-    assert _timed(unknown("here", "all of it is done")) == [("time here", "all of it is done")]
+    assert _timed(unknown("here", "every unit is done")) == [("time here", "every unit is done")]
     measured = Duration("here", True, 500.0, seconds=120.0, starting=4.0, compiling=9.0)
     assert _timed(measured) == [
         ("time here", "2.0 min at 500 tok/s (measured)"),

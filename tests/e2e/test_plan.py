@@ -34,7 +34,7 @@ def test_planned_bytes_are_exact_and_the_run_reports_the_difference(
     assert status["prediction"]["tokens"] > 0 and status["seconds"] > 0
     shown = run("status", tmp_path / "out").out
     assert "  predicted  " in shown and "1 done" in shown
-    assert run("plan", *flags, "--json").json["time"]["why"] == "all of it is done"
+    assert run("plan", *flags, "--json").json["time"]["why"] == "every unit is done"
 
 
 def test_a_sample_says_so(

@@ -217,7 +217,9 @@ def test_a_shuffled_dataset_is_shuffled_anew(source: Path, tmp_path: Path) -> No
     (out / fmt.MANIFEST).unlink()
     assert repaired(out).code == 0
     flip(out, 0)
-    check_refused(repaired(out), 2, "`spile shuffle SOURCE DEST --seed 5` makes all of it")
+    check_refused(
+        repaired(out), 2, "`spile shuffle SOURCE DEST --seed 5` makes the whole dataset again"
+    )
     assert json.loads((out / fmt.CURRENT.done_key(0)).read_text())["unit"] == 0
 
 

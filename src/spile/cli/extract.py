@@ -242,7 +242,7 @@ def _outcome_of(outcome: "Outcome", predicted: "Prediction", counters: "Counters
             f"{lasting(expected)} for this run's units ({compared(expected, spent)}: "
             f"{lasting(spent)})"
         )
-    return ", ".join(told) or "nothing of what was done here"
+    return ", ".join(told) or "nothing about this run's own units"
 
 
 def _profiled(profile: str, counters: "Counters") -> str:

@@ -215,7 +215,7 @@ def _here(
     if not seconds:
         return unknown("here", "not measured: --calibrate is off, or other devices are meant")
     if not cost.remaining_tokens:
-        return unknown("here", "all of it is done")
+        return unknown("here", "every unit is done")
     try:
         from spile.run.rehearsal import rehearse, why_not
     except ImportError:

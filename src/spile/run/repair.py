@@ -84,7 +84,7 @@ def _make_again(making: Repair, source: Objects | None, run: Callable[..., objec
         raise ConfigError(
             f"{url}: no single unit of a shuffled dataset can be made again, since its "
             "rows come from all over the corpus; `spile shuffle SOURCE DEST --seed "
-            f"{table.shuffled['seed']}` makes all of it"
+            f"{table.shuffled['seed']}` makes the whole dataset again"
         )
     if made_by and COMPACTED not in made_by and source is not None:
         raise ConfigError(

@@ -118,5 +118,5 @@ def test_sums_check_what_they_add_up_and_records_all(
     segment = Segment("segment", wrong, fmt.CURRENT)
     assert segment.totals().rows == sum(done.rows for done in records)
     for _ in range(2):
-        with pytest.raises(CorruptError, match="file/digest holds what is not a text"):
+        with pytest.raises(CorruptError, match="file/digest holds a value that is not text"):
             segment.done(0)

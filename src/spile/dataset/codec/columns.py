@@ -180,4 +180,4 @@ def check_texts(key: str, columns: Columns, name: str, length: int) -> None:
         except UnicodeDecodeError:
             sound = False
         if not sound:
-            raise CorruptError(key, f"{name} holds what is not a text")
+            raise CorruptError(key, f"{name} holds a value that is not text")

@@ -41,7 +41,7 @@ _log = logging.getLogger("spile.dataset")
 # If these were made again, rows could become wrong: they must come from a copy.
 _CANNOT_BE_MADE = {
     fmt.SCALES: "holds the scales that every int8 row was divided by; take it from a copy of the "
-    "dataset, or extract anew",
+    "dataset, or extract it again",
 }
 
 

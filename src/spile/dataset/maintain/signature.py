@@ -405,8 +405,8 @@ def _verified(url: str, data: bytes, signature: bytes, signers: Path | None) -> 
             if _run([*verify, "-s", str(path)], data)[0] == 0:
                 return printable(name), key
     raise StoreError(
-        f"{url}: is signed with {key}, which {signers or SIGNERS} does not allow; who holds that "
-        "key is not known"
+        f"{url}: is signed with {key}, which {signers or SIGNERS} does not allow; compare "
+        "the key with its owner's, then add it there"
     )
 
 

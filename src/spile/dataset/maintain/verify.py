@@ -335,7 +335,7 @@ def _check_segment(
             return
         fault = (
             f"{key}: does not follow from the done records; delete it and "
-            f"{table.layout.manifest_key}, and the same `spile extract` makes them anew"
+            f"{table.layout.manifest_key}, and the same `spile extract` makes them again"
         )
     report.faults.append(fault)
     report.beside.append(key)
@@ -566,7 +566,7 @@ def _check_manifest(
     if not follows:
         report.faults.append(
             f"{key}: does not follow from the done records; delete it, and the same "
-            "`spile extract` makes it anew"
+            "`spile extract` makes it again"
         )
     return manifest
 

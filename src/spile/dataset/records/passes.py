@@ -125,7 +125,7 @@ class Pass:
             taps = ", ".join((self.planned or self.ledger.table()).taps)
             raise ConfigError(  # (which `supervise` does not answer by adding them again)
                 f"{url}: {taps} were dropped while they were being added; run the same command "
-                "again to add them anew"
+                "again to add them once more"
             )
         differs = self.other_rows(done)
         if differs:

@@ -29,7 +29,9 @@ class Prediction:
         try:
             found = cls(**body)
         except TypeError as error:
-            raise CorruptError(fmt.PREDICTION, f"is none ({fmt.shown(error)})") from error
+            raise CorruptError(
+                fmt.PREDICTION, f"is not a prediction ({fmt.shown(error)})"
+            ) from error
         counts = all(map(fmt.is_count, (found.tokens, found.rows, found.bytes)))
         if not counts or not all(map(fmt.is_name, (found.device, found.mesh))):
             raise CorruptError(fmt.PREDICTION, "is not a prediction (a count or a name is invalid)")

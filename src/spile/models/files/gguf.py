@@ -265,7 +265,7 @@ def convert(
     """
     where = str(gguf_path)
     if dtype not in ("float32", "bfloat16", "float16"):
-        raise InputError(f"dtype {dtype!r} is none of float32, bfloat16, float16")
+        raise InputError(f"dtype {dtype!r} is not supported; choose float32, bfloat16 or float16")
     if dest.exists() and not (dest.is_dir() and not any(dest.iterdir())):
         raise InputError(f"{dest} exists already: choose another directory, or remove it")
     gguf = require_gguf()

@@ -399,7 +399,7 @@ def _npy_shape(archive: zipfile.ZipFile, entry: str, most: int) -> tuple[int, ..
     if dtype.kind != "f" or about.file_size != size:
         raise ValueError(f"{entry} holds no plain numbers")
     if about.compress_size > most or size > about.compress_size * _DEFLATED:
-        raise ValueError(f"{entry} promises {size} bytes, of which {about.compress_size} are there")
+        raise ValueError(f"{entry}: {about.compress_size} compressed bytes cannot hold {size}")
     return shape
 
 
