@@ -27,8 +27,10 @@ from units import link_unit
 import spile
 from spile.core.identity import sampled_digests
 from spile.core.units import Span
+from spile.dataset.codec.columns import encode_columns
 from spile.dataset.records.generations import Generation, create_generation
 from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.segments import derive_segment, read_statistics
 from spile.dataset.records.unit_table import UnitColumns
 from spile.objects import LocalObjects
 
@@ -59,9 +61,15 @@ def make(folder: Path, model: Path, count: int) -> None:
             added = replace(unit, id=number, first_doc=number, spans=(Span(number, 0, 1, 0, 1),))
             units = UnitColumns.of([added], number)
             create_generation(ledger.objects, number, made, table.fingerprint, units)
-        table = ledger.table()
+        table, linked = ledger.table(), [first]
+        statistics = read_statistics(ledger.objects, first, table.taps)
         for number in range(1, count + 1):
-            link_unit(out, out, first, number, ledger.must_be_made_from(table, number))
+            made_from = ledger.must_be_made_from(table, number)
+            linked.append(link_unit(out, out, first, number, made_from))
+            layout = table.at(number).layout
+            records = [linked[unit] for unit in layout.units_of(layout.group(number), number + 1)]
+            segment = encode_columns(derive_segment(records, [statistics] * len(records)))
+            ledger.objects.create(layout.segment_key(layout.group(number)), segment)
         assert ledger.complete(table)
 
 

@@ -55,18 +55,31 @@ def test_what_a_killed_copy_left_is_known_when_the_copy_grows(
     assert verify(LocalObjects(dest)).ok
 
 
-def test_a_killed_copy_of_units_is_not_continued_by_extract(
-    model: Path, halves: tuple[Path, Path], tmp_path: Path
+@pytest.mark.parametrize("kind", ["part", "merge"])
+def test_what_a_killed_part_or_merge_left_is_not_continued_by_extract(
+    kind: str, model: Path, halves: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    one, _ = halves
+    one, two = halves
     dest = tmp_path / "dest"
+
+    def made(objects: LocalObjects) -> None:
+        if kind == "part":
+            copy_part(LocalObjects(one), objects, units=[1])
+        else:
+            merge([LocalObjects(one), LocalObjects(two)], objects)
+
     with pytest.raises(stored.Stopped):
-        copy_part(LocalObjects(one), stored.Stopping(dest, 12), units=[1])
-    assert Ledger(LocalObjects(dest)).done_units() == {0}
+        made(stored.Stopping(dest, 12 if kind == "part" else 24))
+    assert 0 in Ledger(LocalObjects(dest)).done_units()
+    corpus = f"{one}.jsonl" if kind == "part" else f"{one.parent}/*.jsonl"
+    before = sorted(LocalObjects(dest).list())
     with pytest.raises(ConfigError, match="a unit that no table names.*same command"):
-        extract(model, dest, corpus=f"{one}.jsonl")
-    copy_part(LocalObjects(one), LocalObjects(dest), units=[1])
+        extract(model, dest, corpus=corpus)
+    assert sorted(LocalObjects(dest).list()) == before
+    made(LocalObjects(dest))
     sound(dest)
+    if kind == "merge":  # the corpus of the refused command was that of the merge
+        assert extract(model, dest, corpus=corpus).complete
 
 
 class Growing(LocalObjects):

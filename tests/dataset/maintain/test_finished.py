@@ -148,6 +148,9 @@ def test_taps_that_lack_later_documents_are_not_left_out_silently(tmp_path: Path
     assert added.ledger.complete(added.table_over(base) or base)
     with pytest.raises(StoreError, match="z.1 lack the documents that were added later; .*z.1"):
         read_finished(made.objects)
+    own = [*made.ledger.table().taps][:1]  # which lacks nothing
+    table, _ = read_finished(made.objects, own)
+    assert [*table.taps] == own
 
 
 def test_damage_in_a_pass_is_named_and_not_copied(made: stored.Stored, tmp_path: Path) -> None:

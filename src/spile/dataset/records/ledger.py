@@ -9,7 +9,6 @@ segment. The worker that commits the last unit does it. The others, perhaps a th
 if it has not been done after a while.
 """
 
-import itertools
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
@@ -500,14 +499,11 @@ class Ledger:
 
         They are created in order, so if a generation has one, those before it have theirs.
         """
-        missing = list[Table]()
-        for earlier in itertools.islice(reversed(table.every_generation()), 1, None):
-            if exists(self.objects, earlier.layout.manifest_key):
-                break
-            missing.append(earlier)
+        first = len(table.generations)  # (not their tables: those of thousands are large)
+        while first and not exists(self.objects, fmt.manifest_key(first - 1)):
+            first -= 1
         before = ManifestSums()
-        while missing:
-            earlier = missing.pop()
+        for earlier in map(table.at, range(first, len(table.generations))):
             there = self.sealed_groups(earlier.layout)
             for group in range(earlier.layout.groups(len(earlier.units))):
                 if group not in there:
