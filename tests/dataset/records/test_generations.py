@@ -318,7 +318,8 @@ def test_one_more_generation_costs_as_much_after_few_as_after_many(tmp_path: Pat
     few, many = cost(6), cost(30)
     for kind in ("list", "size", "create"):
         assert many[kind] == few[kind] > 0, kind
-    assert many["generation"] - few["generation"] <= 24  # each is read, and nothing that it derived
+    # Each is read, and nothing that it derived; a few are read ahead of the last.
+    assert many["generation"] - few["generation"] <= 24 + LocalObjects.parallel
 
 
 def test_the_identity_of_the_units_at_each_generation_is_that_of_the_page(tmp_path: Path) -> None:

@@ -301,10 +301,9 @@ def _check_segments(
     """
     for key, each in sealed.items():
         had = [done.unit < len(each.units) for done in records]
-        of_records, of_statistics = (
-            [*itertools.compress(found, had)] for found in (records, statistics)
-        )
-        _check_segment(ledger, each, key, of_records, of_statistics, report)
+        these = [*itertools.compress(records, had)]
+        of_these = [*itertools.compress(statistics, had)]
+        _check_segment(ledger, each, key, these, of_these, report)
 
 
 def _check_segment(
