@@ -14,6 +14,7 @@ import pytest
 
 import spile
 from chaos.harness import Result, run
+from documented.pages import ROOT
 from spile.objects import open_objects
 from support import saes, servers, tiny
 from support.launches import IMAGE
@@ -58,6 +59,12 @@ def write_datasets(model: Path, folder: Path) -> Path:
     return folder
 
 
+def records(page: str) -> dict[str, str]:
+    """Return the records that a page shows, by the files that hold them."""
+    titled = re.compile(r'^```json title="([^"]+)"\n(.*?)^```', re.DOTALL | re.MULTILINE)
+    return dict(titled.findall((ROOT / page).read_text(encoding="utf-8")))
+
+
 def arc_tasks() -> dict[str, dict[str, object]]:
     grids = [{"input": [[n, 1], [2, 3]], "output": [[3, 2], [1, n]]} for n in range(4)]
     return {f"task{n}": {"train": grids[:3], "test": grids[3:]} for n in range(3)}
@@ -95,6 +102,8 @@ class Scratch:
         (folder / "C/docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         answers = [{"prompt": text, "answer": f"yes, {text}"} for text in texts]
         (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
+        for name, record in records("docs/corpora.md").items():
+            (folder / name).write_text(record)
         ids = np.array([*range(20), tiny.EOS] * 8, np.uint16)
         for name in ("tokens.bin", "train.bin"):
             (folder / name).write_bytes(ids.tobytes())

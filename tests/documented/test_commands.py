@@ -2,16 +2,22 @@
 
 import argparse
 import ast
+import logging
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
 from documented import exceptions, pages
 from documented.pages import Command
-from documented.scratch import Scratch
+from documented.scratch import Scratch, records
 from spile import cli
+from spile.core.config import Recipe
+from spile.core.errors import InputError
+from spile.corpus.chats.layouts import settle_chats
+from spile.corpus.files import find_files
 from support import quick, tiny, zygote
 
 
@@ -81,6 +87,25 @@ def _flags(parser: argparse.ArgumentParser) -> set[str]:
     """Return the flags of a verb and of the verbs below it."""
     own = {flag for action in parser._actions for flag in action.option_strings}
     return own.union(*(_flags(sub) for sub in verbs_of(parser).values()))
+
+
+def test_records_of_chats_are_read_as_their_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.INFO, "spile.corpus")
+    page = "docs/corpora.md"
+    shown = [b.text for b in pages.blocks(page) if b.language in ("console", "text")]
+    for name, record in records(page).items():
+        Path(name).write_text(record)
+        caplog.clear()
+        try:
+            settle_chats(Recipe(), find_files(name))
+            (told,) = caplog.messages
+        except InputError as error:
+            told = str(error)
+        (line,) = (b for b in shown if f"spile: {name}: " in b)
+        assert f"spile: {told}\n" in line
 
 
 def test_the_example_of_a_family_is_the_one_in_the_source() -> None:

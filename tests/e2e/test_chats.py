@@ -223,6 +223,34 @@ def test_a_grown_dataset_reads_other_spellings_of_its_columns_only(
     assert spile.open(str(out)).num_documents == 6
 
 
+def test_tools_reach_the_template_and_one_that_hides_them_is_reported(
+    talking: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    chat = [
+        {"role": "user", "content": "1 + 2?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "It is 3."},
+    ]
+    corpus = write(tmp_path / "c.jsonl", [{"tools": [{"name": "sub"}], "messages": chat}] * 2)
+    command = ["extract", "--model", talking, "--corpus", corpus, "--taps", "embed"]
+    hiding = run(*command, "--out", tmp_path / "hiding")
+    assert hiding.code == 0
+    assert "c.jsonl line 1: the chat template does not show the tool 'sub'" in caplog.text
+    caplog.clear()
+    showing = tmp_path / "tools.jinja"
+    calls = "{% for c in message.tool_calls or [] %}({{ c.function.name }}){% endfor %}</>"
+    showing.write_text("[{{ tools[0].name }}]" + TEMPLATE.replace("</>", calls))
+    shown = run(*command, "--template", showing, "--out", tmp_path / "out")
+    assert shown.code == 0 and "does not show" not in caplog.text
+    document = spile.open(str(tmp_path / "out")).document(0)
+    tokenizer = Tokenizer.from_file(str(talking / "tokenizer.json"))
+    assert tokenizer.decode(document.index["token_id"].tolist()).startswith("[sub]<user>")
+    assert said_by(document, "tool", tokenizer) == "3"
+    assert said_by(document, "assistant", tokenizer) == "addIt is 3."
+
+
 @pytest.mark.parametrize(
     ("record", "told"),
     [

@@ -8,7 +8,7 @@ parameter (`seq_len=`), because that is what its caller wrote.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 
 _LONGEST = 5000  # characters of a message
@@ -31,7 +31,7 @@ def name_parameters(parameters: Mapping[str, Collection[str] | None]) -> None:
 
 
 @contextmanager
-def naming_flags() -> Iterator[None]:
+def naming_flags() -> Generator[None, None, None]:
     """Show options in messages as flags, as a command does, and not as Python's parameters."""
     global _shows_flags
     before, _shows_flags = _shows_flags, True

@@ -51,6 +51,7 @@ class CorpusDocument:
         tools: descriptions of tools, for the template to show with the messages.
         where: the place it came from, where messages need it.
         refusal: what the chat template said if it refused the chat.
+        unshown: a tool that the chat names and the template left out.
     """
 
     text: str = ""
@@ -65,6 +66,7 @@ class CorpusDocument:
     tools: Sequence[Mapping[str, Any]] | None = None
     where: str = field(default="", compare=False)
     refusal: str = field(default="", compare=False)
+    unshown: str = field(default="", compare=False)
 
     @classmethod
     def of_text(cls, text: str | None, columns: Mapping[str, Any] | None = None) -> Self:

@@ -10,6 +10,7 @@ none that was there changes.
 """
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -25,6 +26,8 @@ from spile.corpus.documents import CorpusDocument
 from spile.corpus.formats.contract import UnitBuilder
 from spile.corpus.reader import CorpusReader
 
+_log = logging.getLogger("spile.corpus")
+
 _SAMPLED_FILES = 4
 _TOKENS_PER_BYTE = 0.25  # if a sample teaches nothing
 
@@ -36,10 +39,11 @@ def tokens_per_byte(
     texts: list[str] = []
     size = tokens = 0
     unreadable = 0
-    refused: list[CorpusDocument] = []
+    refused, hidden = list[CorpusDocument](), list[CorpusDocument]()
     for file in sampled_files(reader, first):
         documents, taken = reader.sample(file)
         refused += [document for document in documents.every if document.refusal]
+        hidden += [document for document in documents.usable if document.unshown]
         texts += [document.text for document in documents.usable if document.ids is None]
         tokens += sum(len(d.ids) for d in documents.usable if d.ids is not None)
         size += taken
@@ -54,6 +58,13 @@ def tokens_per_byte(
             f"{refused[0].where}: the chat template refuses each of the first "
             f"{plural(len(refused), 'chat')}: {refused[0].refusal}; convert the corpus, or give "
             "another template with --template"
+        )
+    if hidden:
+        _log.warning(
+            "%s: the chat template does not show the tool %r; give one that does with --template, "
+            "or the model will not read its description and calls",
+            hidden[0].where,
+            hidden[0].unshown,
         )
     tokens += count_tokens(texts) if texts else 0
     return tokens / size if tokens and size else _TOKENS_PER_BYTE

@@ -4,7 +4,14 @@ from typing import Any
 
 import pytest
 
-from spile.corpus.chats.messages import is_chat, messages_in, pairs_in, role_of, tools_in
+from spile.corpus.chats.messages import (
+    is_chat,
+    messages_in,
+    pairs_in,
+    role_of,
+    tool_names,
+    tools_in,
+)
 
 CALL: dict[str, Any] = {"name": "add", "arguments": {"a": 1}}
 CALLED: dict[str, Any] = {
@@ -84,3 +91,8 @@ def test_columns_of_pairs_are_known_by_their_names() -> None:
     told = "--prompt-column question --response-column answer reads its pairs"
     assert pairs_in(["id", "answer", "question"]) == told
     assert pairs_in(["question", "prompt"]) == ""
+
+
+def test_tools_are_named_by_descriptions_and_calls() -> None:
+    odd = [{"tool_calls": None}, {"tool_calls": ["x", {"function": "y"}, {"name": 1}]}]
+    assert [*tool_names([{"role": "user"}, *odd, CALLED], [{"name": "sub"}])] == ["sub", "add"]

@@ -4,8 +4,9 @@ What a row becomes depends on the row and on the columns that `--messages` names
 else, so the recipe need not say more.
 """
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 SYSTEM, TOOLS = "system", "tools"  # columns that a row may leave empty
@@ -101,6 +102,20 @@ def tools_in(value: Any) -> list[dict[str, Any]] | None:
     if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(f"{TOOLS!r} holds no list of objects, each of which describes a tool")
     return cast(list[dict[str, Any]], tools)
+
+
+def tool_names(
+    messages: Iterable[Mapping[str, Any]], tools: Iterable[Mapping[str, Any]]
+) -> Iterator[str]:
+    """Yield the names of the tools that a chat describes or calls."""
+    calls = (message.get("tool_calls") for message in messages)
+    lists = (cast(list[Any], each) for each in calls if isinstance(each, list))
+    for each in (*tools, *itertools.chain.from_iterable(lists)):
+        found = cast(dict[str, Any], each) if isinstance(each, dict) else {}
+        function = found.get("function", found)
+        name = cast(dict[str, Any], function).get("name") if isinstance(function, dict) else None
+        if isinstance(name, str):
+            yield name
 
 
 def pairs_in(columns: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from spile.core.errors import InputError, first_line
 from spile.core.index import ROLES
 from spile.core.limited_process import ProcessLimits
+from spile.corpus.chats.messages import tool_names
 from spile.corpus.chats.renderer import REFUSED, Renderer, Rendering
 from spile.corpus.chats.template import ChatTemplate, plain_messages
 from spile.corpus.documents import CorpusDocument
@@ -178,5 +179,7 @@ def _fill(document: CorpusDocument, answer: Rendering) -> None:
     elif len(answer) == 1:
         raise InputError(f"{document.where}: {answer[0]}")
     else:
-        document.chat = document.tools = None
         document.text, document.roles = answer
+        named = tool_names(document.chat or (), document.tools or ())
+        document.unshown = next((name for name in named if name not in document.text), "")
+        document.chat = document.tools = None

@@ -160,8 +160,10 @@ _OWNERS = {
 
 
 # Names of encoders that people type without the owner. (Those of others say so in their config.)
-_ENCODERS = r"(distil|al|mobile|modern|camem|sci|fin)?bert-.*|(distil|xlm-)?roberta-.*|electra-.*"
-_ENCODERS += r"|(m)?deberta-.*|t5-(small|base|large|3b|11b)"
+_ENCODERS = (
+    r"(distil|al|mobile|modern|camem|sci|fin)?bert-.*|(distil|xlm-)?roberta-.*|electra-.*"
+    r"|m?deberta-.*|t5-(small|base|large|3b|11b)"
+)
 
 
 def model_directory(model: str) -> AnyPath:
