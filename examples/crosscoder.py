@@ -131,7 +131,7 @@ def main(given: list[str] | None = None) -> None:
     args = parser.parse_args(given)
     try:
         pair = spile.align(*args.datasets)
-        options = {"dtype": "float32", "index": False, "seed": args.seed}
+        options = {"index": False, "seed": args.seed}
         batches = pair.batches(args.tap, args.batch, where=LEARNT, epochs=None, **options)
         tested = next(pair.batches(args.tap, 4096, where=HELD_OUT, **options))
     except SpileError as error:

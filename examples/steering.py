@@ -30,7 +30,7 @@ def rows(ds: spile.Dataset, tap: str, half: int) -> tuple[np.ndarray, np.ndarray
     They exclude the first row of a context, which is huge, and the last, which predicts nothing.
     """
     where = f"pos >= 1 and not last and doc % 2 == {half}"
-    batch = next(ds.batches([tap], ROWS, where=where, shuffle=None, dtype="float32"))
+    batch = next(ds.batches([tap], ROWS, where=where, shuffle=None))
     return batch[tap], batch["index"]["doc"]
 
 

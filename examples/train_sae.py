@@ -236,7 +236,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluate on held-out documents: by stored rows, and by the model's loss unless `known`."""
     held = f"{KEPT} and doc % {args.holdout} == 0"
-    rows = next(ds.batches([args.tap], args.eval_rows, where=held, shuffle=None, dtype="float32"))
+    rows = next(ds.batches([args.tap], args.eval_rows, where=held, shuffle=None))
     x = jnp.asarray(rows[args.tap])
     latents, _, _ = jax.jit(encode, static_argnums=2)(sae, x, args.k)
     unexplained = jnp.square(x - decode(sae, latents)).sum() / jnp.square(x - x.mean(0)).sum()

@@ -141,7 +141,7 @@ def test_jumprelu_finds_the_number_of_latents_that_was_asked_for(
     assert log[-1]["explained variance"] > 0.4
     sae, arrays = published(tmp_path)
     assert (sae.architecture, sae.hook) == ("jumprelu", "blocks.1.hook_resid_post")
-    rows = next(spile.open(dataset).batches([TAP], 200, where="pos >= 1", dtype="float32"))[TAP]
+    rows = next(spile.open(dataset).batches([TAP], 200, where="pos >= 1"))[TAP]
     latents, _, _ = example.encode(example.folded(state), jnp.asarray(rows), args.k)
     assert (np.asarray(latents) > 0).any()
     found = activations(sae, arrays, rows, np, np.matmul)
@@ -169,7 +169,7 @@ def test_silent_latents_are_taught_what_the_others_leave(
     """Sixty latents are never among the most active; the first loss alone would leave them dead."""
     args = example.arguments([dataset, "--out", str(tmp_path), *OPTIONS])
     ds = spile.open(dataset)
-    rows = jnp.asarray(next(ds.batches([TAP], 64, where="pos >= 1", dtype="float32"))[TAP])
+    rows = jnp.asarray(next(ds.batches([TAP], 64, where="pos >= 1"))[TAP])
     state = example.begin(rows, args)
     sae = {name[4:]: array for name, array in state.items() if name.startswith("sae/")}
     sae["b_enc"] = sae["b_enc"].at[:60].set(-2.0).at[60:].set(5.0)
@@ -208,7 +208,7 @@ def test_saelens_loads_it_and_computes_the_same(
     if not python:
         pytest.skip("SPILE_SAELENS_PYTHON does not name an interpreter that has sae-lens")
     args, state = trained(example, dataset, tmp_path / "sae", "--kind", kind, "--steps", "20")
-    rows = next(spile.open(dataset).batches([TAP], 200, where="pos >= 1", dtype="float32"))[TAP]
+    rows = next(spile.open(dataset).batches([TAP], 200, where="pos >= 1"))[TAP]
     np.save(tmp_path / "rows.npy", rows)
     given = [str(tmp_path / name) for name in ("sae", "rows.npy", "found.npz")]
     result = subprocess.run([python, "-c", _SAELENS, *given], capture_output=True, text=True)
