@@ -197,11 +197,13 @@ def local(dataset: Dataset, folder: Path, window: int, others: bool) -> dict[str
         return iterated(lambda: dataset.batches([TAP], BATCH, **shared, **options), size)
 
     def ranges(dtype: str | None) -> Reader:
+        copy = dtype is not None
+
         def read() -> Taken:
             with clock() as taken:
                 for _ in range(EPOCHS):
                     for at in range(0, len(whole), BATCH):
-                        np.array(dataset.read(TAP, at, at + BATCH, dtype=dtype), copy=dtype is not None)
+                        np.array(dataset.read(TAP, at, at + BATCH, dtype=dtype), copy=copy)
                 return taken(size)
 
         return read
