@@ -78,6 +78,15 @@ def test_a_message_that_quotes_a_long_text_is_cut_in_the_middle() -> None:
         ("--fsdp goes with --mesh 3d, not x", "fsdp= goes with mesh='3d', not x"),
         ("choose, e.g. --taps resid_post.3 (of 4)", "choose, e.g. taps='resid_post.3' (of 4)"),
         ("give others (--taps) or another --out", "give others (taps=) or another out="),
+        ("--messages turns reads its chats", "messages='turns' reads its chats"),
+        (
+            "--prompt-column q --response-column a reads its pairs",
+            "prompt_column='q' response_column='a' reads its pairs",
+        ),
+        (
+            "choose with --prompt-column and --response-column",
+            "choose with prompt_column= and response_column=",
+        ),
         ("run `spile drop A --taps B`", "run `spile drop A --taps B`"),  # a command
         ("add --restart, or --taps-of-mine", "add --restart, or --taps-of-mine"),  # of no parameter
         ("a--taps.txt: no such file", "a--taps.txt: no such file"),

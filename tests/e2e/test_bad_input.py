@@ -311,7 +311,7 @@ def test_an_incomplete_command_is_refused(
         (b"seq-lem = 64", ["seq-lem", "seq_len"]),
         (b"[recipe]\nseq-len = 64", ["recipe"]),
         (b"seq-len = 64.5", ["--seq-len", "64.5"]),
-        (b"taps = ['embed']", ["--taps", "embed"]),
+        (b"taps = ['embed', 3]", ["--taps", "list of texts", "embed"]),
         (b"ignore-space = 'yes'", ["--ignore-space", "yes"]),
         (b"out = 3", ["--out", "3"]),
     ],

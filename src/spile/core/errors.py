@@ -12,13 +12,13 @@ from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 
 _LONGEST = 5000  # characters of a message
-# A command as it is typed, which stays; or a flag, and its value if that is quoted, is a number, or
-# ends with a colon or is an example.
+# A command as it is typed, which stays; or a flag, and its value if that is quoted, is a number, is
+# an example, or stands before a colon or before what is said of it.
 _FLAG = re.compile(
     r"`[^`]*`"
     r"|(?P<example>e\.g\. |write )?(?<![\w-])--(?P<name>[a-z][a-z-]*[a-z])(?![\w-])"
     r"(?: (?P<quoted>'[^']*'|\"[^\"]*\"|\d[\d.,]*(?![\w.,]))"
-    r"| (?P<value>[^\s'\",]+(?=: ))"
+    r"| (?P<value>(?!and |or )[^\s'\",]+(?=: | reads | --response-column ))"
     r"| (?P<word>[^\s'\",;]+)|(?P<colon>:))?"
 )
 _parameters: dict[str, Collection[str] | None] = {"out": ()}  # choices; None: a switch

@@ -19,6 +19,7 @@ from spile.corpus.chats.rows import Chats, Pairs, RowReader
 from spile.corpus.chats.template import ChatTemplate
 from spile.corpus.files import find_files
 from spile.corpus.formats.contract import CorpusFile, ReadOptions
+from spile.corpus.named_columns import settled_columns
 from spile.corpus.reader import CorpusReader
 
 TEMPLATE = ChatTemplate(
@@ -238,6 +239,16 @@ def test_a_row_may_lack_system_and_tools_but_no_messages(suffix: str, tmp_path: 
     files = find_files(write(tmp_path / f"a.{suffix}", *rows))
     recipe = settle_chats(Recipe(), files)
     assert texts(files, recipe) == ["[add]<s>s<u>q<a>a", "<u>q<a>a", "null"]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_labels_are_kept_beside_chats_and_not_their_own_columns(
+    suffix: str, tmp_path: Path
+) -> None:
+    record = {"system": "s", "conversations": [HUMAN, GPT], "id": "x", "score": 3}
+    files = find_files(write(tmp_path / f"a.{suffix}", record))
+    recipe = settle_chats(Recipe(), files)
+    assert settled_columns(None, files, None, reading(recipe)) == ("id", "score")
 
 
 @pytest.mark.parametrize("given", ["", "+", "a+", "+a"])
