@@ -180,6 +180,12 @@ def test_like_is_compared_where_the_dataset_exists_too(
     assert resolve(Recipe(like=likes[0].url), ledger, "cpu").table == pair.table
     with pytest.raises(ConfigError, match="--like .*other: .* differ: --seq-len is 32 there, 64"):
         resolve(Recipe(like=likes[1].url), ledger, "cpu")
+    shuffled = Ledger(MemoryObjects("memory://shuffled"))
+    drawn = {"seed": 1, "drawn": "00", "entries": "00"}
+    tokenizer = read_tokenizer(ledger.objects, pair.table)
+    shuffled.create_table(dataclasses.replace(pair.table, shuffled=drawn), tokenizer)
+    with pytest.raises(ConfigError, match="the dataset in --out was shuffled"):
+        resolve(Recipe(like=likes[0].url), shuffled, "cpu")
     # A pair of a dataset that grows must grow, too.
     more = tmp_path / "more.parquet"
     pq.write_table(pa.table({"text": ["one more document"]}), more)

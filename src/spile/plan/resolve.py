@@ -296,6 +296,11 @@ def _refuse_unlike(other: Ledger, like: Table, made: Table, directory: AnyPath) 
     asked = f"--like {other.objects.url}"
     if like.shuffled:
         raise ConfigError(f"{asked}: was shuffled; give the dataset that it was made from")
+    if made.shuffled:
+        raise ConfigError(
+            f"{asked}: the dataset in --out was shuffled, so its rows are in another order; choose "
+            "another --out"
+        )
     old, new = like.recipe.identity(), made.recipe.identity()
     unlike = [name for name in old if name not in OF_EACH_ROW and old[name] != new.get(name)]
     if unlike:
