@@ -213,7 +213,7 @@ class Witness:
                 assert xxhash.xxh3_128_hexdigest(data) == file["digest"], file["key"]
 
 
-def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 60.0) -> None:
+def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 300.0) -> None:
     """Poll until the condition holds or the process has ended."""
     limit = time.monotonic() + seconds
     while not condition() and process.poll() is None:
