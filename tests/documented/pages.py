@@ -64,7 +64,7 @@ def python_blocks(page: str) -> list[Block]:
 def commands(block: Block) -> list[Command]:
     """The commands of a shell block: all lines, or only those with `$` if there are any."""
     joined = re.sub(r"\s*\\\n\s*", " ", block.text)
-    joined = re.sub(r"\n\s+", " ", joined)  # so synopses are continued
+    joined = re.sub(r"\n[ \t]+", " ", joined)  # so synopses are continued; empty lines are not
     lines = joined.splitlines()
     if any(line.startswith("$ ") for line in lines):
         lines = [line[2:] for line in lines if line.startswith("$ ")]

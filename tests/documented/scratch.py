@@ -156,5 +156,8 @@ class Scratch:
         return [word for pair in pairs for word in pair]
 
     def spile(self, words: list[str]) -> Result:
-        """Run it here; extractions read only a few documents."""
-        return run(*words, *(FEW if words[0] in ("extract", "plan") else ()))
+        """Run it here; extractions read only a few documents, and plans measure for a moment."""
+        few = FEW if words[0] in ("extract", "plan") else []
+        if words[0] == "plan" and "--calibrate" not in words:
+            few = [*few, "--calibrate", "0.1"]
+        return run(*words, *few)

@@ -2,7 +2,7 @@
 
 import re
 
-from documented.pages import ROOT, blocks
+from documented.pages import ROOT, blocks, commands, shell_blocks
 
 TEXT = (ROOT / "README.md").read_text()
 SCREEN = 40  # lines
@@ -31,3 +31,10 @@ def test_families_are_counted_and_linked_instead_of_listed() -> None:
     assert 0 <= len(families.splitlines()) - 2 - int(count) < 10
     cells = [cell for line in TEXT.splitlines() if line[:1] == "|" for cell in line.split("|")]
     assert max(map(len, cells)) < 500
+
+
+def test_a_command_after_an_empty_line_is_a_command_of_its_own() -> None:
+    found = [c.text for block in shell_blocks("README.md") for c in commands(block)]
+    assert [text.split()[:2] for text in found[2:5]] == [
+        ["pip", "install"], ["spile", "plan"], ["spile", "extract"],
+    ]  # fmt: skip
