@@ -140,6 +140,8 @@ def test_one_unit_or_one_tap_is_listed_alone(unfinished: stored.Stored) -> None:
     some = run("ls", unfinished.path, "--unit", 1, "--tap", "resid_post.0", "--json").json
     assert {(file["unit"], file["tap"]) for file in some["shards"]} == {(1, "resid_post.0")}
     assert sum(file["rows"] for file in some["shards"]) == unfinished.done(1).rows
+    text = run("ls", unfinished.path, "--unit", 1, "--tap", "resid_post.0").out
+    assert f"{unfinished.path}: 1 unit, {len(some['shards'])} file" in text
     check_refused(run("ls", unfinished.path, "--tap", "q.7"), 2, "--tap q.7", "mlp_out.1")
     check_refused(run("ls", unfinished.path, "--unit", 4), 2, "--unit 4", "not done")
     check_refused(run("ls", unfinished.path, "--unit", 5), 2, "0 to 4")

@@ -195,7 +195,7 @@ def _worker(worker: Mapping[str, Any], *, slowest: bool) -> str:
     who += [f"process {world['process']}"] if world else []
     told = [worker["name"] + (f" ({', '.join(who)})" if who else ""), worker["state"]]
     if worker.get("units_done"):
-        told.append(f"{worker['units_done']:,} units")
+        told.append(plural(worker["units_done"], "unit"))
     if progress.get("tokens"):
         told.append(f"{short(progress['tokens'])} tok")
     if worker["state"] == "running" and "rate" in progress:
@@ -247,7 +247,7 @@ def ls(arguments: argparse.Namespace) -> None:
 
 def listing_lines(out: str, files: "Listing") -> Iterator[str]:
     """Yield a summary of each tap, then every file."""
-    yield f"{out}: {files.units:,} units, {len(files):,} files, {size(files.bytes)}"
+    yield f"{out}: {plural(files.units, 'unit')}, {plural(len(files), 'file')}, {size(files.bytes)}"
     width = max((len(tap) for tap in files.taps), default=0)
     for tap, of_tap in files.taps.items():
         yield (
