@@ -272,7 +272,7 @@ def print_compute_dtypes(contexts: list[np.ndarray]) -> None:
             for tap in found[0]
         }
 
-    exact, dtypes = rows("float32"), ("bfloat16", "float8_e4m3")
+    exact, dtypes = rows("float32"), ("bfloat16", "float16", "float8_e4m3")
     others = {dtype: rows(dtype) for dtype in dtypes}
     print(f"| tap | {' | '.join(f'{dtype}: distance | cosine' for dtype in dtypes)} |")
     print("|---" * (1 + 2 * len(dtypes)) + "|")

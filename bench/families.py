@@ -8,8 +8,8 @@ vocabulary, with random bfloat16 weights. Documents have natural lengths (log-no
 cut at the row) and are packed. `products` are the model's matrix products, chained, on as many
 tokens; those of the chosen experts are one plain product each. HF runs full rows of the same
 length, in the fastest way it has. `--profile` prints the shares of a step's time by kind of kernel,
-and the N longest kernels. `--parity` instead compares rows in bfloat16 with HF in float32, next to
-HF's own in bfloat16.
+and the N longest kernels. `--parity` instead compares rows in the first of `--compute-dtypes` with
+HF in float32, next to HF's own in that dtype.
 """
 
 import argparse
@@ -112,6 +112,19 @@ def normal(shape: tuple[int, ...]) -> Callable[[Any], Any]:
 
     scale = jnp.bfloat16(shape[-1] ** -0.5)
     return jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16) * scale)
+
+
+def held_as(params: Any, dtype: str) -> Any:
+    """Convert every array to the dtype that a step of this compute dtype holds it in."""
+    import jax
+    import jax.numpy as jnp
+
+    from spile.models.forward.weights import held_dtype
+
+    def block(arrays: dict[str, Any]) -> dict[str, Any]:
+        return {n: a.astype(held_dtype(n, jnp.dtype(dtype))) for n, a in arrays.items()}
+
+    return jax.tree.map(block, params, is_leaf=lambda each: isinstance(each, dict))
 
 
 def in_float8(params: Any) -> Any:
@@ -249,7 +262,7 @@ def hf_seconds(config: dict[str, Any], rows: int, seq: int, seconds: float) -> t
 
 
 def parity(name: str, options: argparse.Namespace) -> None:
-    """Print the mean distances of Spile's and HF's bfloat16 rows from HF in float32."""
+    """Print the mean distances of Spile's and HF's 16-bit rows from HF in float32."""
     import jax
     import jax.numpy as jnp
     import torch
@@ -261,6 +274,9 @@ def parity(name: str, options: argparse.Namespace) -> None:
     from spile.run.step.resident import ResidentStep
     from spile.run.step.step import StepDevices, StepSettings
 
+    dtype = options.compute_dtypes.split(",")[0]
+    # Rows in float16 are computed in float32, besides the products: bfloat16 would hide that.
+    stored = "float32" if dtype == "float16" else dtype
     config, layers = cut_config(name, LAYERS.get(name, options.layers))
     kind = getattr(transformers, config["architectures"][0])
     settings = transformers.AutoConfig.for_model(**config)
@@ -271,11 +287,11 @@ def parity(name: str, options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         model.to(torch.bfloat16).save_pretrained(folder)
         model = kind.from_pretrained(folder, dtype=torch.float32).to(device).eval()
-        half = kind.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+        half = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
         Path(folder, "tokenizer.json").write_text("{}")  # nothing here is tokenized
         checkpoint = open_checkpoint(folder)
         schedule = LayerSchedule.of(checkpoint.arch, layers, whole=True)
-        params, _ = load_params(checkpoint, schedule, head=False, dtype=jnp.dtype("bfloat16"))
+        params, _ = load_params(checkpoint, schedule, head=False, dtype=jnp.dtype(dtype))
     taps = parse_taps(f"resid_post:{layers - 1}", checkpoint.arch)
     batch = natural_batch(2, options.seq_len)
     documents = [
@@ -312,8 +328,8 @@ def parity(name: str, options: argparse.Namespace) -> None:
     told = [f"HF {distance(floor):.4f}"]
     for wanted in options.attention.split(","):
         settings = StepSettings(
-            arch=checkpoint.arch, taps=taps, schedule=schedule, compute_dtype="bfloat16",
-            store_dtype="bfloat16", place=StepDevices(jax.devices()[0]), attention=wanted,
+            arch=checkpoint.arch, taps=taps, schedule=schedule, compute_dtype=dtype,
+            store_dtype=stored, place=StepDevices(jax.devices()[0]), attention=wanted,
         )  # fmt: skip
         try:
             ((rows, _),) = ResidentStep(params, settings).compute(batch)
@@ -374,13 +390,12 @@ def measure(name: str, options: argparse.Namespace) -> None:
     ours = 0.0
     for wanted, dtype in product(options.attention.split(","), options.compute_dtypes.split(",")):
         try:
-            if dtype == "float8_e4m3":
-                params = in_float8(params)
+            held = in_float8(params) if dtype == "float8_e4m3" else held_as(params, dtype)
             settings = StepSettings(
                 arch=arch, taps=taps, schedule=schedule, compute_dtype=dtype,
                 store_dtype="bfloat16", place=StepDevices(jax.devices()[0]), attention=wanted,
             )  # fmt: skip
-            step = ResidentStep(params, settings)
+            step = ResidentStep(held, settings)
             spent = timed(partial(step.compute, batch), options.seconds)
             rate, part = useful / spent, bare / spent
             ours = max(ours, rate)

@@ -236,6 +236,16 @@ def test_a_step_has_as_many_rows_as_fit_unless_a_number_is_asked_for() -> None:
     assert not asked.holds(asked.workload(layout))
 
 
+def test_a_t4_computes_in_float16_and_streams_what_it_cannot_hold() -> None:
+    small = pretended("t4", "Qwen2.5-0.5B")
+    work = small.workload(Layout())
+    assert small.compute_dtype == "float16" and small.holds(work)
+    assert not small.residency(work).streams
+    assert pretended("h200", "Qwen2.5-0.5B").compute_dtype == "bfloat16"
+    huge = pretended("t4", "Llama-3.1-8B")
+    assert huge.residency(huge.workload(Layout())).streams
+
+
 def test_rows_can_be_shared_by_all_hosts() -> None:
     work = pretended("v5e-64", "Llama-3.1-8B", batch_tokens="2048").workload(Layout(2, 1, 32))
     assert work.rows == 16

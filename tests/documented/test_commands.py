@@ -131,7 +131,12 @@ def test_what_compile_is_said_to_print_is_what_it_prints(scratch: Scratch) -> No
 
 def test_every_install_line_works_without_a_release() -> None:
     """Flags are checked in blocks, in prose, and in arguments of other commands."""
-    for page in (*pages.pages(), "CHANGELOG.md", "examples/first_feature.ipynb"):
+    for page in (
+        *pages.pages(),
+        "CHANGELOG.md",
+        "examples/first_feature.ipynb",
+        "examples/free_gpu.ipynb",
+    ):
         text = (pages.ROOT / page).read_text()
         found = re.findall(r"pip install\s+(?:'([^']+)'|([^\s`;)]+))", text)
         assert len(found) == len(re.findall(r"pip install\s", text)), page

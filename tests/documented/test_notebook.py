@@ -1,4 +1,4 @@
-"""The notebook runs unchanged, and its stored output is that of a run."""
+"""The notebooks run unchanged, and their stored output is that of a run."""
 
 import json
 import shutil
@@ -12,7 +12,8 @@ import pytest
 from documented.pages import ROOT
 from support import tiny
 
-NOTEBOOK = ROOT / "examples" / "first_feature.ipynb"
+EXAMPLES = ROOT / "examples"
+NOTEBOOK, FREE = EXAMPLES / "first_feature.ipynb", EXAMPLES / "free_gpu.ipynb"
 
 
 def printed(cell: dict[str, Any]) -> str:
@@ -23,17 +24,22 @@ def code_cells(path: Path) -> list[dict[str, Any]]:
     return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
 
 
-@pytest.mark.full
-def test_the_notebook_finds_a_feature(tmp_path: Path) -> None:
-    path = tmp_path / NOTEBOOK.name
-    shutil.copy(NOTEBOOK, path)
+def executed(notebook: Path, directory: Path) -> list[dict[str, Any]]:
+    """The code cells of a notebook after a run of it in a directory."""
+    path = directory / notebook.name
+    shutil.copy(notebook, path)
     program = Path(sys.executable).with_name("jupyter-execute")
     result = subprocess.run(
-        [program, "--inplace", path.name], cwd=tmp_path, env=tiny.environment(),
+        [program, "--inplace", path.name], cwd=directory, env=tiny.environment(),
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    cells = code_cells(path)
+    return code_cells(path)
+
+
+@pytest.mark.full
+def test_the_notebook_finds_a_feature(tmp_path: Path) -> None:
+    cells = executed(NOTEBOOK, tmp_path)
     displayed = [o["data"] for cell in cells for o in cell["outputs"] if "data" in o]
     assert any("100%" in "".join(data.get("text/plain", "")) for data in displayed), displayed
     _, extracted, trained, _, shown = map(printed, cells)
@@ -46,8 +52,18 @@ def test_the_notebook_finds_a_feature(tmp_path: Path) -> None:
     assert max(map(tokens.count, tokens)) >= 4, shown  # it is about something
 
 
-def test_the_notebook_is_kept_with_what_it_printed() -> None:
-    cells = code_cells(NOTEBOOK)
+@pytest.mark.full
+def test_the_notebook_for_free_gpus_measures_float16(tmp_path: Path) -> None:
+    _, extracted, measured, directions = map(printed, executed(FREE, tmp_path))
+    assert "rows of 576 values, computed in float16" in extracted
+    means = {line.split()[0]: float(line.split()[2].rstrip(",")) for line in measured.splitlines()}
+    assert means["float16"] < 2e-3 and means["float16"] < means["bfloat16"] / 4
+    assert len(directions.splitlines()) == 9
+
+
+@pytest.mark.parametrize("notebook", [NOTEBOOK, FREE], ids=lambda path: path.stem)
+def test_a_notebook_is_kept_with_what_it_printed(notebook: Path) -> None:
+    cells = code_cells(notebook)
     assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
     assert all(printed(cell) for cell in cells[1:])
-    assert NOTEBOOK.stat().st_size < 20_000
+    assert notebook.stat().st_size < 20_000

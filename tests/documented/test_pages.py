@@ -224,6 +224,7 @@ def test_no_two_pages_make_different_datasets_of_one_name() -> None:
     assert {"acts/demo", "acts/first"} <= {*made}
     collisions = {out: texts for out, texts in made.items() if len(texts) > 1}
     assert not collisions, json.dumps({out: sorted(texts) for out, texts in collisions.items()})
-    notebook = json.loads((pages.ROOT / "examples/first_feature.ipynb").read_text())
-    source = "".join(line for cell in notebook["cells"] for line in cell["source"])
-    assert not {out for out in made if f'"{out}"' in source}
+    for notebook in (pages.ROOT / "examples").glob("*.ipynb"):
+        cells = json.loads(notebook.read_text())["cells"]
+        source = "".join(line for cell in cells for line in cell["source"])
+        assert not {out for out in made if f'"{out}"' in source}

@@ -37,6 +37,17 @@ def test_a_model_that_is_loaded_on_a_mesh_is_the_one_moved_there(model: Path) ->
     assert found.tobytes() == wanted.tobytes()
 
 
+def test_a_model_in_float16_gives_the_same_on_a_mesh(model: Path) -> None:
+    one = spile.load_model(str(model), compute_dtype="float16")
+    taps = "resid_post:all,mlp_hidden:1,logits"
+    wanted, found = (each(TEXTS, taps) for each in (one, one.to("data=2,fsdp=2,model=2")))
+    for tap, values in found.items():
+        assert values.dtype == np.float32
+        own, known = (np.nan_to_num(np.asarray(each)) for each in (values, wanted[tap]))
+        # A sum in another order may round a factor to the next value of float16.
+        assert np.linalg.norm(own - known) < 2e-4 * np.linalg.norm(known), tap
+
+
 def test_a_splice_on_a_mesh_needs_what_the_mesh_divides(model: Path) -> None:
     one = spile.load_model(str(model))
     moved = one.to("data=4,model=2")

@@ -73,7 +73,17 @@ def test_a_device_is_known_by_what_jax_calls_it() -> None:
     names = {
         "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p",
         "TPU v6 lite": "v6e", "NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100",
+        "Tesla T4": "t4",
     }  # fmt: skip
     for kind, name in names.items():
         assert chip_of(kind) is CHIPS[name]
     assert chip_of("cpu") is None
+
+
+def test_a_chips_speed_is_that_of_the_16_bits_it_has() -> None:
+    assert {name: chip.half for name, chip in CHIPS.items() if chip.platform == "gpu"} == {
+        "h100": "bfloat16", "h200": "bfloat16", "t4": "float16",
+    }  # fmt: skip
+    assert not any(chip.lacks_bfloat16 for chip in CHIPS.values() if chip.platform == "tpu")
+    found = parse_topology("t4-2")  # as Kaggle has them
+    assert (found.chips, found.hosts, found.chip) == (2, 1, CHIPS["t4"])

@@ -118,6 +118,19 @@ def test_weights_in_float8_are_counted_as_they_are_held(name: str) -> None:
     assert narrow.weights < half.weights
 
 
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen3-30B-A3B"])
+def test_weights_in_float16_are_counted_as_they_are_held(name: str) -> None:
+    """Matrices take two bytes a value; norms and biases, and all that is computed, four."""
+    arch = arch_of(name)
+    narrow, wide = (
+        workload(arch, "resid_post:3", compute_dtype=dtype) for dtype in ("float16", "float32")
+    )
+    held = jax.tree.leaves(params_of(narrow, None))
+    assert narrow.weights == sum(array.size * array.dtype.itemsize for array in held)
+    assert 0.5 < narrow.weights / wide.weights < 0.51
+    assert (narrow.temporaries, narrow.flops) == (wide.temporaries, wide.flops)
+
+
 def test_attention_is_counted_for_the_keys_a_query_sees() -> None:
     arch = arch_of("Qwen2.5-0.5B")
     causal = workload(arch, "z:0")

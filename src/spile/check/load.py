@@ -36,8 +36,11 @@ class References:
 def load_references(job: ExtractionJob) -> References:
     dtype = job.recipe.compute_dtype
     if dtype != "float32":
-        model = _reference(job, activation_dtype(dtype))
+        model = _reference(job, "float16" if dtype == "float16" else activation_dtype(dtype))
         exact = _reference(job, "float32").taps
+        if dtype == "float16":
+            rough = partial(_in_float16, model)
+            return References(exact, rough, rough, "in float32")
         if dtype != "float8_e4m3":
             return References(exact, model.taps, model.taps, "in float32")
 
@@ -67,6 +70,21 @@ def load_references(job: ExtractionJob) -> References:
 
     exact, rough = partial(taps, torch.float64), partial(taps, torch.float32)
     return References(exact, rough, rough, "in float64")
+
+
+def _in_float16(model: Any, *context_and_names: Any, **noise: int) -> dict[str, np.ndarray]:
+    """Compute in float16, or in bfloat16 from the first context on whose values are too large.
+
+    Spile's stream is in float32, HF's is not.
+    """
+    torch = importlib.import_module("torch")
+    with np.errstate(all="ignore"):
+        found = model.taps(*context_and_names, **noise)
+    if all(np.isfinite(values).all() for values in found.values()):
+        return found
+    _log.warning("HF transformers overflows in float16; the floor is its distance in bfloat16")
+    model.compute_in(torch.bfloat16)
+    return model.taps(*context_and_names, **noise)
 
 
 def _two_attentions(job: ExtractionJob, reason: str) -> References:

@@ -16,7 +16,12 @@ from spile.core.config import Recipe, Runtime, build
 from spile.core.errors import ConfigError
 from spile.core.humanize import lasting, size
 from spile.core.options import listed
-from spile.models.config.kernel_choice import KernelChoice, attention_kernels, told_kernels
+from spile.models.config.kernel_choice import (
+    KernelChoice,
+    attention_kernels,
+    told_kernels,
+    too_new,
+)
 from spile.objects import check_creates_once, is_bucket, open_objects
 
 if TYPE_CHECKING:
@@ -101,10 +106,11 @@ def plan(arguments: argparse.Namespace) -> None:
     recipe, ledger = opened_for(recipe, Ledger(open_objects(options.get("out", "."))))
     target = _target(arguments.topology)
     platform, present, kind = _platform(target)
+    capability = _capability(target, platform)
     use_threads(runtime.threads)
     quiet = arguments.json or arguments.quiet
     with waiting("reading the model and the corpus", quiet=quiet):
-        job = resolve(recipe, ledger, platform, cache=runtime.cache)
+        job = resolve(recipe, ledger, platform, capability=capability, cache=runtime.cache)
     devices = devices_of(runtime.mesh) or present
     processes = runtime.num_processes or (target.hosts if target else 1)
     memory = target.memory if target else _memory(platform)
@@ -127,7 +133,7 @@ def plan(arguments: argparse.Namespace) -> None:
         found=found,
         price=price,
     )
-    kernels = _kernels(job, runtime, platform, here=target is None)
+    kernels = _kernels(job, runtime, platform, capability, here=target is None)
     if not arguments.json:
         _print_rows([*counted_rows(job.recipe.to_json(), cost), attention_row(kernels)])
     pace = measure_throughput(job, runtime, machine)
@@ -178,6 +184,17 @@ def _platform(target: "CompileTarget | None") -> tuple[str, int, str]:
     return devices_here()
 
 
+def _capability(target: "CompileTarget | None", platform: str) -> float:
+    """Return the compute capability of the GPUs that a run would use; 0 for other devices."""
+    if target:
+        return target.chip.capability if target.chip else 0.0
+    if platform != "gpu":
+        return 0.0
+    from spile.models.forward.ops import gpu_capability
+
+    return gpu_capability()
+
+
 def _memory(platform: str) -> int | None:
     """Return the memory of a device, if the device reports it."""
     if platform == "cpu":
@@ -188,10 +205,10 @@ def _memory(platform: str) -> int | None:
 
 
 def _kernels(
-    job: "ExtractionJob", runtime: Runtime, platform: str, *, here: bool
+    job: "ExtractionJob", runtime: Runtime, platform: str, capability: float, *, here: bool
 ) -> dict[int, KernelChoice]:
-    """Return the attention kernels of a run. Other machines are assumed to have all kernels."""
-    missing: Mapping[str, str] = {}
+    """Return the attention kernels of a run. Other machines have all that their GPUs can run."""
+    missing: Mapping[str, str] = too_new(capability) if platform == "gpu" else {}
     if here and platform == "gpu":
         from spile.models.forward.kernels import missing_kernels
 

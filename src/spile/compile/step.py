@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ from spile.models.config.specs import (
 )
 from spile.models.files.sae import SparseEncoder, load_arrays
 from spile.models.forward.decoder import needs_whole_block
+from spile.models.forward.ops import gpu_capability
 from spile.models.forward.sharding import Shards, make_mesh
 from spile.models.forward.sparse_latents import device_arrays
 from spile.models.forward.splice import load_changes
@@ -42,6 +43,7 @@ from spile.models.forward.weights import LayerSchedule, Params, abstract_params
 from spile.models.layout import Cuts, Layout
 from spile.models.splices import Splice
 from spile.models.taps import Tap, parse_taps
+from spile.plan.compute_dtype import settled_compute_dtype
 from spile.plan.encoders import stored_taps
 from spile.plan.estimate import chosen_layout, row_quantum
 from spile.plan.residency import Machine, Residency, choose_residency, streamed_bytes
@@ -121,10 +123,10 @@ class Question:
     def seq_len(self) -> int:
         return self.recipe.seq_len or min(2048, self.arch.max_positions)
 
-    @property
+    @cached_property
     def compute_dtype(self) -> str:
-        unknown = self.target.chip is None and self.target.platform == "cpu"
-        return self.recipe.compute_dtype or ("float32" if unknown else "bfloat16")
+        capability = self.target.chip.capability if self.target.chip else gpu_capability()
+        return settled_compute_dtype(self.recipe.compute_dtype, self.target.platform, capability)
 
     @property
     def store_dtype(self) -> str:
@@ -325,7 +327,7 @@ def _speed(
 ) -> dict[str, Any]:
     """Return the roofline, and the rates and prices that follow from it."""
     chip = target.chip
-    if chip is None or work.compute_dtype != "bfloat16":
+    if chip is None or work.compute_dtype != chip.half:
         return {}
     seconds = Roofline.of(work, sent_by_all(found), chip)
     copies = kept.host_bytes / chip.host_link * kept.batch_rows / kept.sweep_rows
@@ -344,7 +346,7 @@ def _speed(
 def _said(work: Workload, target: CompileTarget) -> list[str]:
     if target.chip is None:
         return ["unknown device: no estimate of its speed"]
-    if work.compute_dtype != "bfloat16":
+    if work.compute_dtype != target.chip.half:
         return [f"no estimate of the speed of {work.compute_dtype}"]
     reached = f"{target.chip.reached:.0%} of the {target.chip.name}'s peak"
     return [f"speed is a limit, at {reached} ({target.chip.why})"]

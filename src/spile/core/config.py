@@ -37,14 +37,16 @@ __all__ = [
 ]
 
 STORE_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3", "int8")
-COMPUTE_DTYPES = ("bfloat16", "float32", "float8_e4m3")
+COMPUTE_DTYPES = ("bfloat16", "float32", "float16", "float8_e4m3")
+HAS_BFLOAT16 = 8.0  # the compute capability of the first NVIDIA GPUs that multiply it
 MAX_DOC_BYTES = 64 << 20
 PREVIEW = 200
 
 
 def activation_dtype(compute_dtype: str) -> str:
-    """Return the dtype of activations: float8 applies to matrix products only."""
-    return "bfloat16" if compute_dtype == "float8_e4m3" else compute_dtype
+    """Return the dtype of activations: float8 and float16 apply to matrix products only."""
+    beside = {"float8_e4m3": "bfloat16", "float16": "float32"}
+    return beside.get(compute_dtype, compute_dtype)
 
 
 @explained
@@ -230,7 +232,9 @@ class Recipe(Options):
     )
     compute_dtype: str | None = option(
         "float8_e4m3 multiplies in 8 bits and keeps the rest in bfloat16: faster on GPUs from "
-        "Hopper on, less exact [bfloat16 on accelerators, float32 on CPU]",
+        "Hopper on, less exact; float16 multiplies in 16 bits and keeps the rest in float32, for "
+        "GPUs without bfloat16, such as a T4 [bfloat16 on accelerators that have it, otherwise "
+        "float16; float32 on CPU]",
         choices=COMPUTE_DTYPES,
         topic="numbers",
         common=True,

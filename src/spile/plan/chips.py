@@ -8,6 +8,7 @@ are assumptions, and `why` gives the reason for each.
 import re
 from dataclasses import dataclass
 
+from spile.core.config import HAS_BFLOAT16
 from spile.core.errors import ConfigError
 
 _GIB = 1 << 30
@@ -15,6 +16,7 @@ _CLOUD = "https://docs.cloud.google.com/tpu/docs/"
 _BOOK = "https://jax-ml.github.io/scaling-book/tpus (TPU specs)"
 _GPUS = "https://jax-ml.github.io/scaling-book/gpus (summary of GPU specs)"
 _NVLINK = "NVLink: mlcommons/inference_results_v4.1, closed/NVIDIA/systems/H200-SXM-141GBx8"
+_T4 = "https://www.nvidia.com/en-us/data-center/tesla-t4/ (specifications)"
 # Compiled from the clouds' own price lists.
 _SKY = "https://github.com/skypilot-org/skypilot-catalog"
 _TPU_PRICES = f"{_SKY} catalogs/v8/gcp/vms.csv at 8427bbf"
@@ -29,7 +31,7 @@ class Chip:
     name: str
     kind: str  # jax's name for such a device
     platform: str
-    peak: float  # FLOP/s in bfloat16
+    peak: float  # FLOP/s in bfloat16; in float16, if the chip has no bfloat16
     reached: float  # share of the peak that a step's matrix products sustain
     why: str
     memory: int
@@ -41,6 +43,16 @@ class Chip:
     on_demand: float | None  # dollars an hour
     spot: float | None
     sources: tuple[str, ...]
+    capability: float = 0.0  # compute capability of an NVIDIA GPU
+
+    @property
+    def lacks_bfloat16(self) -> bool:
+        return 0 < self.capability < HAS_BFLOAT16
+
+    @property
+    def half(self) -> str:
+        """The dtype of 16 bits that `peak` counts."""
+        return "float16" if self.lacks_bfloat16 else "bfloat16"
 
     @property
     def sustained(self) -> float:
@@ -82,15 +94,22 @@ CHIPS = {
             name="h100", kind="NVIDIA H100", platform="gpu", peak=990e12, reached=0.66,
             why="assumed: like the H200, which has the same processor and power",
             memory=80 * 10**9, bandwidth=3.35e12, interconnect=4.5e11, host_link=52e9,
-            on_demand=2.95, spot=1.25,
+            on_demand=2.95, spot=1.25, capability=9.0,
             sources=(_GPUS, _NVLINK, _GPU_PRICES, "host link: as the H200"),
         ),
         Chip(
             name="h200", kind="NVIDIA H200", platform="gpu", peak=990e12, reached=653 / 990,
             why="measured: chained matrix products at 7B shapes, sustained (docs/benchmarks.md)",
             memory=141 * 10**9, bandwidth=4.8e12, interconnect=4.5e11, host_link=52e9,
-            on_demand=3.50, spot=1.45,
+            on_demand=3.50, spot=1.45, capability=9.0,
             sources=(_GPUS, _NVLINK, _GPU_PRICES, "host link: measured"),
+        ),
+        Chip(
+            name="t4", kind="Tesla T4", platform="gpu", peak=65e12, reached=0.40, why=_ASSUMED,
+            # 16 GB, of which Colab and Kaggle show 15 GiB.
+            memory=15 * _GIB, bandwidth=3e11, interconnect=1.2e10, host_link=1.2e10,
+            on_demand=None, spot=None, capability=7.5,
+            sources=(_T4, "links: PCIe 3 x16, of whose 15.8 GB/s three quarters are assumed"),
         ),
     )
 }  # fmt: skip
@@ -130,8 +149,8 @@ def parse_topology(text: str) -> Topology:
     name = match[1].replace("v5litepod", "v5e") if match else ""
     if not match or name not in CHIPS or (CHIPS[name].platform == "tpu" and not match[2]):
         raise ConfigError(
-            f"--topology {text}: no such topology; choose e.g. v5e-64, v4-8, v6e-8, v5p-64, h200 "
-            f"or h100-8 (chips: {', '.join(CHIPS)})"
+            f"--topology {text}: no such topology; choose e.g. v5e-64, v4-8, v6e-8, v5p-64, h200, "
+            f"h100-8 or t4 (chips: {', '.join(CHIPS)})"
         )
     chip, count = CHIPS[name], int(match[2] or 1)
     if chip.platform == "gpu":

@@ -375,7 +375,7 @@ def measure_throughput(job: ExtractionJob, runtime: Runtime, machine: Machine) -
         packed = prepare_documents(job.recipe, job.tokenizer, documents).packed
         spent = time.process_time() - began
     rate = None
-    if machine.chip and job.recipe.compute_dtype == "bfloat16":
+    if machine.chip and job.recipe.compute_dtype == machine.chip.half:
         platform, cuts = machine.platform, machine.cuts
         work = step_of(job, batch_rows(job, runtime, platform, None, cuts), platform, cuts)
         rate = work.tokens / Roofline.of(work, 0.0, machine.chip).seconds

@@ -51,6 +51,7 @@ from spile.models.taps import Tap, parse_taps
 from spile.objects import exists, open_objects
 from spile.objects.hub.names import continued, newest, pinned
 from spile.objects.paths import AnyPath
+from spile.plan.compute_dtype import settled_compute_dtype
 from spile.plan.encoders import each_source, find_encoders, stored_taps
 from spile.plan.growth import (
     can_grow,
@@ -86,11 +87,14 @@ def resolve(
     ledger: Ledger,
     platform: str,
     *,
+    capability: float = 0.0,
     cache: str | None = None,
 ) -> ExtractionJob:
     """Resolve a recipe against a store, which may be empty. Nothing is written to the store.
 
-    `cache` is the directory for corpora that are converted to Parquet first.
+    Args:
+        capability: the compute capability of the GPU that will run it; 0: it is none, or unknown.
+        cache: the directory for corpora that are converted to Parquet first.
     """
     stored = ledger.read_table() or (ledger.of_pass.planned if ledger.of_pass else None)
     growing = growth_of(recipe, stored, ledger.url)
@@ -129,7 +133,8 @@ def resolve(
         files, corpus = in_stored_order(known, files, corpus)
         if gone and not {file["identity"] for file in known.files}.issubset(corpus):
             raise gone
-    resolved = _settled(recipe, checkpoint, taps, encoders, corpus, platform, template)
+    compute = settled_compute_dtype(recipe.compute_dtype, platform, capability)
+    resolved = _settled(recipe, checkpoint, taps, encoders, corpus, platform, template, compute)
     resolved = dataclasses.replace(
         resolved,
         splice=tuple(splice.identity for splice in splices),
@@ -359,6 +364,7 @@ def _settled(
     corpus: tuple[str, ...],
     platform: str,
     template: str | None,
+    compute: str,
 ) -> ResolvedRecipe:
     arch = checkpoint.arch
     seq_len = recipe.seq_len or min(2048, arch.max_positions)
@@ -366,7 +372,6 @@ def _settled(
         raise ConfigError(
             f"--seq-len must be at most {arch.max_positions} for this model, got {seq_len}"
         )
-    compute = recipe.compute_dtype or ("float32" if platform == "cpu" else "bfloat16")
     asked_for_float32 = recipe.compute_dtype == "float32"
     assert recipe.model and recipe.corpus
     rows = RowFilter(recipe.where, recipe.every)

@@ -18,6 +18,7 @@ from spile.models.config.specs import (
     block_specs,
     head_specs,
     in_float8,
+    in_float16,
     in_float32,
     outer_specs,
 )
@@ -114,6 +115,11 @@ class Workload:
         """Bytes of a computed value."""
         return DTYPES_BY_NAME[activation_dtype(self.compute_dtype)].itemsize
 
+    def _held_item(self, spec: ParamSpec) -> int:
+        """Bytes of a value of an array on the device, before it is rounded to float8."""
+        half = self.compute_dtype == "float16" and in_float16(spec.name)
+        return 2 if half else self.item
+
     @cached_property
     def weights(self) -> int:
         """Bytes of the model's arrays, as stored on a device."""
@@ -126,11 +132,14 @@ class Workload:
         if not embedding and not (self.head and self.arch.tied_head):
             left_out.add("embed")
         outer = [spec for spec in outer_specs(self.arch) if spec.name not in left_out]
-        values = sum(math.prod(spec.shape) // self.cuts.share(spec.axes) for spec in outer)
+        held = sum(
+            math.prod(spec.shape) // self.cuts.share(spec.axes) * self._held_item(spec)
+            for spec in outer
+        )
         # Encoders and the arrays of splices are replicated on every device.
-        values += self._encoding + sum(splice.values for splice in self.splices if splice.sae)
+        values = self._encoding + sum(splice.values for splice in self.splices if splice.sae)
         small = 4 * sum(splice.values for splice in self.splices if not splice.sae)
-        return values * self.item + small
+        return held + values * self.item + small
 
     @cached_property
     def block_weights(self) -> int:
@@ -155,7 +164,7 @@ class Workload:
             return 4 * values
         if self.compute_dtype == "float8_e4m3" and in_float8(spec):
             return values + 4 * spec.shape[0]
-        return values * self.item
+        return values * self._held_item(spec)
 
     @cached_property
     def stored(self) -> int:
@@ -229,10 +238,13 @@ class Workload:
             return held
         # The running block is gathered, and the next one meanwhile.
         block = max(
-            sum(math.prod(spec.shape) // self._cut(spec) for spec in block_specs(arch, layer))
+            sum(
+                math.prod(spec.shape) // self._cut(spec) * self._held_item(spec)
+                for spec in block_specs(arch, layer)
+            )
             for layer in set(arch.layers)
         )
-        return held + 2 * block * self.item
+        return held + 2 * block
 
     @property
     def device_bytes(self) -> int:
@@ -274,7 +286,7 @@ class Workload:
             for spec in self._matrices(layer):
                 if spec.name not in runs:
                     continue
-                weights += math.prod(spec.shape) // self._cut(spec)
+                weights += math.prod(spec.shape) // self._cut(spec) * self._held_item(spec)
                 ways = [self._ways(axis) for axis in spec.axes[-2:]]
                 ends = sum(size // w for size, w in zip(spec.shape[-2:], ways, strict=True))
                 values += ends * self._chosen(spec)
@@ -298,10 +310,11 @@ class Workload:
                     scores = 4 * _SCORE * arch.num_heads * self.seq_len
                     values += scores // self._ways("heads") // self.item
         # A splice reads and writes its tap's values once more, and reads its arrays.
-        weights += sum(splice.values for splice in self.splices)
+        weights += self.item * sum(splice.values for splice in self.splices)
         values += sum(2 * splice.tap.width(arch, self.seq_len) for splice in self.splices)
         # Tapped values are written, read for their statistics, and moved.
-        return (passes * weights + values * self._own) * self.item + 3 * self.taps_bytes
+        moved = values * self._own * self.item
+        return passes * weights + moved + 3 * self.taps_bytes
 
     def _blocks(self) -> Iterator[tuple[Layer, frozenset[str]]]:
         """Yield each block that runs, with the names of its operations that run."""

@@ -12,6 +12,7 @@ from typing import Any
 from spile.core.config import Recipe
 from spile.corpus.pack import Batch, PackedUnit
 from spile.corpus.tokenize import use_threads
+from spile.models.forward.ops import gpu_capability
 from spile.models.layout import Cuts
 from spile.plan.chips import chip_of
 from spile.plan.estimate import Estimate, estimate, planned_cuts, row_quantum
@@ -45,7 +46,9 @@ class Assembly:
         runtime, world, ledger = context.runtime, context.world, context.ledger
         use_threads(runtime.threads)
         _, devices, _ = devices_here()
-        job = resolve(recipe, ledger, device.platform, cache=runtime.cache)
+        job = resolve(
+            recipe, ledger, device.platform, capability=gpu_capability(), cache=runtime.cache
+        )
         memory = memory_limit(device)
         cuts = planned_cuts(job, runtime, device.platform, devices, memory, world.processes)
         if devices > 1:

@@ -39,6 +39,7 @@ from spile.models.forward.decoder import (
     of_any_block,
     stage_kinds,
 )
+from spile.models.forward.ops import gpu_capability
 from spile.models.forward.sharding import Shards, make_mesh, put
 from spile.models.forward.splice import Change, at_tokens, replaced
 from spile.models.forward.streamed import Passing, SweptModel, load_blocks, walk
@@ -53,6 +54,7 @@ from spile.models.forward.weights import (
 from spile.models.layout import ONE_DEVICE, Cuts, parse_layout
 from spile.models.sites import SPLICED
 from spile.models.taps import Tap, parse_taps
+from spile.plan.compute_dtype import settled_compute_dtype
 from spile.plan.residency import Machine, Residency, choose_residency
 from spile.plan.roofline import Workload
 from spile.run.pipeline.display import waiting
@@ -82,7 +84,8 @@ def load_model(
 
     Args:
         name: as in `spile extract --model`; so are the others that are not listed here.
-        compute_dtype: float32 on a CPU and bfloat16 elsewhere, if it is not given.
+        compute_dtype: if it is not given, float32 on a CPU, float16 on GPUs without bfloat16 (a
+            T4), and bfloat16 elsewhere.
         mesh: how to lay it out on this process's devices, as in `--mesh`, except `auto`.
         weights: where blocks are kept, as in `--weights`. A call copies those that are not on the
             device one after another, so give it many tokens.
@@ -92,7 +95,7 @@ def load_model(
         raise ConfigError(f"compute_dtype must be one of {choices}, got {compute_dtype!r}")
     checkpoint, device = open_checkpoint(name, lora), prepared_device()
     arch, tokenizer = checkpoint.arch, TextTokenizer(checkpoint.directory, special_tokens)
-    computed = compute_dtype or ("float32" if device.platform == "cpu" else "bfloat16")
+    computed = settled_compute_dtype(compute_dtype, device.platform, gpu_capability())
     settings = StepSettings(
         arch=arch,
         taps=(),

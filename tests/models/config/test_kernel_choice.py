@@ -15,6 +15,8 @@ from spile.models.config.kernel_choice import (
     KernelChoice,
     attention_kernels,
     no_gradient,
+    told_kernels,
+    too_new,
 )
 from support import tiny
 
@@ -119,3 +121,15 @@ def test_experts_in_16_bits_have_no_gradient_on_a_gpu() -> None:
         ("gpu", ARCH, "bfloat16"), ("gpu", routed, "float32"), ("cpu", routed, "bfloat16"),
     ):  # fmt: skip
         assert no_gradient(platform, arch, dtype) is None
+
+
+@pytest.mark.parametrize("changes", [{}, {"attn_softcap": 5.0, "sinks": True}, {"head_dim": 256}])
+def test_a_gpu_too_old_for_every_kernel_attends_in_blocks(changes: dict[str, Any]) -> None:
+    choices = attention_kernels(
+        "gpu", replace(ARCH, **changes), "float16", 2048, missing=too_new(7.5)
+    )
+    assert [choice.name for choice in choices.values()] == [BLOCKED]
+    told = told_kernels(choices)
+    assert told.startswith("blocks of plain products, anywhere (mosaic: needs a GPU of compute ")
+    assert "triton: needs a GPU of compute capability 8 or more, not 7.5" in told
+    assert not too_new(9.0) and set(too_new(8.6)) == {"mosaic", "cudnn"}

@@ -24,7 +24,7 @@ from spile.models.config.hf_config import read_config
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.demo import demo_model
 from spile.models.forward import decoder
-from spile.models.forward.attention import Attention, blocked, masked
+from spile.models.forward.attention import Attention, blocked, masked, narrowed
 from spile.models.forward.decoder import Decoder, needs_whole_block
 from spile.models.forward.kernels import for_platform
 from spile.models.forward.mixers import gated_delta, state_space
@@ -711,17 +711,23 @@ ROUNDED = ("attn_out", "ssm_out", "mlp_out", "resid_post", "final_norm")
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch without bf16 hardware
 @pytest.mark.parametrize("family", some(COARSE, "llama", "gemma2", "gpt2", "qwen3_moe", "gpt_oss"))
-def test_bfloat16_stays_within_twice_its_own_floor(family: str, tmp_path: Path) -> None:
-    """HF-bfloat16's own distance from HF-float32, in the mean over each tap (0.9 to 1.2 of it).
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits_stay_within_twice_their_own_floor(dtype: str, family: str, tmp_path: Path) -> None:
+    """The distance of HF in that dtype from HF-float32, in the mean over each tap.
+
+    It is 0.9 to 1.2 of it in bfloat16, and less in float16, where only HF's stream is in it, too.
 
     Rounding may choose another expert, and from there on nothing is comparable; so every expert
     is chosen here, and their weights still depend on the router. The choice has its own test.
     """
     model, checkpoint = saved(SUPPORTED[COARSE[family]], tmp_path, **EXPERTS.get(family, {}))
     assert checkpoint.family.name == family
-    coarse = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    coarse = type(model).from_pretrained(tmp_path, dtype=getattr(torch, dtype))
     taps = sites(all_taps(checkpoint.arch), *ROUNDED)
-    found = run(checkpoint, taps, native(checkpoint), dtype="bfloat16")
+    attention = native(checkpoint)
+    if dtype == "float16":
+        attention = partial(narrowed, attention=attention)
+    found = run(checkpoint, taps, attention, dtype=dtype)
     ours, floor = dict.fromkeys(found, 0.0), dict.fromkeys(found, 0.0)
     for context in CONTEXTS:
         exact, rough = (Reference(m).taps(context.ids, ROUNDED) for m in (model, coarse))

@@ -30,6 +30,7 @@ from spile.models.forward.weights import (
     LayerSchedule,
     Params,
     ShardBuffer,
+    abstract_params,
     load_params,
 )
 from spile.objects.paths import AnyPath, RemotePath
@@ -403,6 +404,20 @@ def test_matrices_are_of_float8_with_scales_and_the_rest_of_bfloat16(tmp_path: P
         found = np.asarray(values, np.float32) * np.asarray(scale)[..., None]
         wanted = np.asarray(exact.cycle[0][name])
         assert 0 < np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted), name
+
+
+def test_matrices_are_of_float16_and_the_rest_of_float32(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path / "model", tiny.random_tensors(tiny.CONFIG))
+    schedule = LayerSchedule.of(checkpoint.arch, 2, whole=True)
+    params, _ = load_params(checkpoint, schedule, head=True, dtype=jnp.dtype("float16"))
+    (block,) = params.cycle
+    dtypes = {name: str(array.dtype) for name, array in (block | params.outer).items()}
+    narrow = {"wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down", "embed"}
+    assert {name for name, dtype in dtypes.items() if dtype == "float16"} == narrow
+    assert set(dtypes.values()) == {"float16", "float32"}
+    same = abstract_params(checkpoint.arch, schedule, head=True, dtype=jnp.dtype("float16"))
+    found = jax.tree.map(lambda array: (array.shape, array.dtype), (params, same))
+    assert found[0] == found[1]
 
 
 def test_of_experts_only_the_shared_one_is_of_float8(tmp_path: Path) -> None:

@@ -27,6 +27,19 @@ _MOST_HEAD_DIM = 256
 _LANES = 128  # tokens of a row must fill them, on a TPU
 
 
+# The compute capability of the first GPUs that can run a kernel.
+_LEAST = {"mosaic": 9.0, "cudnn": 9.0, "triton": 8.0}
+
+
+def too_new(capability: float) -> dict[str, str]:
+    """Return the kernels that a GPU is too old for, each with the reason."""
+    return {
+        name: f"needs a GPU of compute capability {least:g} or more, not {capability:g}"
+        for name, least in _LEAST.items()
+        if capability < least
+    }
+
+
 @dataclass(frozen=True)
 class KernelChoice:
     """The kernel that is used, and for each better one the reason why it is not."""

@@ -43,10 +43,17 @@ _FLOAT8 = (
     *(m + n for m in (MLP, SHARED, DENSE) for n in ("gate", "up", "down")),
 )  # fmt: skip
 
+_FLOAT16_OUTSIDE = ("embed", "head", "layer_embeds", "layer_embeds_from")
+
 
 def in_float8(spec: ParamSpec) -> bool:
     """Whether an array can be held in float8, with a scale for each output channel."""
     return spec.name in _FLOAT8 and len(spec.shape) == 2
+
+
+def in_float16(name: str) -> bool:
+    """Whether `--compute-dtype float16` holds an array in it: what products and lookups take."""
+    return name.startswith("w") or name in _FLOAT16_OUTSIDE
 
 
 def in_float32(name: str) -> bool:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from spile.models.forward.ops import Places, softcap
+from spile.models.forward.ops import Places, softcap, to_float16
 from spile.models.forward.sharding import P, Shards
 from spile.models.layout import ROWS
 
@@ -186,6 +186,18 @@ def _blocked(
     out = jax.lax.map(lambda i: jax.lax.switch(choice[i], branches, i), jnp.arange(count))
     out = out.transpose(0, 3, 1, 2, 4).reshape(count * block, heads, -1)
     return out[:total].reshape(rows, seq, heads, -1)
+
+
+def narrowed(segments: Places, positions: Places, *, attention: Attention) -> Attend:
+    """Attend in float16 to queries, keys and values in float32; return float32."""
+    attend = attention(segments, positions)
+
+    def narrow(q: Queries, k: Keys, v: Values, scoring: Scoring) -> Mixed:
+        with jax.default_matmul_precision("default"):  # kernels of 16 bits take no other
+            found = attend(to_float16(q), to_float16(k), to_float16(v), scoring)
+            return found.astype(q.dtype)
+
+    return narrow
 
 
 def _widths(most: int) -> list[int]:

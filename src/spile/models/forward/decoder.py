@@ -60,6 +60,7 @@ from spile.models.forward.ops import (
     rotate,
     scaled,
     softcap,
+    widened,
     xielu,
 )
 from spile.models.forward.sharding import Shards
@@ -286,7 +287,7 @@ def _embed(
     """
     arch = run.arch
     found = outer["embed"][run.tokens] if embedded is None else embedded
-    found = run.by_rows(found)
+    found = run.by_rows(widened(found))
     found = scaled(found, arch.embed_scale)
     if arch.embed_bare_norm:
         found = norm(found, None, None, arch.norm, arch.norm_eps)
@@ -308,7 +309,8 @@ def _layer_embeds(outer: WeightArrays, embedded: Hidden, run: _Run) -> Array:
     def split(values: Array) -> Float[Array, "rows seq layers inner"]:
         return values.reshape(*embedded.shape[:2], arch.num_layers, arch.layer_embed)
 
-    found = run.by_rows(scaled(outer["layer_embeds"][run.tokens], arch.layer_embed**0.5))
+    found = widened(outer["layer_embeds"][run.tokens])
+    found = run.by_rows(scaled(found, arch.layer_embed**0.5))
     part = split(scaled(linear(embedded, outer["layer_embeds_from"]), arch.width**-0.5))
     part = _normed(part, "layer_embeds_norm", block=outer, arch=arch)
     return run.by_rows(scaled(part + split(found), 2.0**-0.5))
@@ -684,7 +686,10 @@ def _mlp(x: Hidden, stream: Hidden, block: Block, run: _Run, at: At) -> tuple[Hi
         asked = scaled(asked * block["router_scale"].reshape(1, 1, -1), arch.width**-0.5)
         given = normed(stream, "experts_norm")
     logits, weights, ids = moe.route(asked, block, experts)
-    values = {"router_logits": logits, "expert_weights": weights, "expert_ids": ids}
+    # Where the router saw NaN it chose nothing: ids are the only values that could hide that.
+    known = jnp.isfinite(logits).all(axis=-1, keepdims=True)
+    chosen = jnp.where(known, ids, -1)
+    values = {"router_logits": logits, "expert_weights": weights, "expert_ids": chosen}
     if run.shards:
         out = moe.mixed_experts(given, weights, ids, block, arch, run.shards)
     else:

@@ -21,7 +21,12 @@ import jax
 import jax.numpy as jnp
 
 from spile.models.config.arch import Arch
-from spile.models.config.kernel_choice import KernelChoice, attention_kernels, told_kernels
+from spile.models.config.kernel_choice import (
+    KernelChoice,
+    attention_kernels,
+    told_kernels,
+    too_new,
+)
 from spile.models.forward.attention import (
     Attend,
     Attention,
@@ -116,12 +121,9 @@ def chosen_kernels(
 @cache
 def missing_kernels() -> Mapping[str, str]:
     """Return the kernels that this machine cannot run, each with the reason."""
-    found = {"cudnn": _why_not_cudnn()}
-    capability = gpu_capability()
+    found = {**too_new(gpu_capability()), "cudnn": _why_not_cudnn()}
     for name, module in _TOKAMAX.items():
-        least = 9.0 if name == "mosaic" else 8.0
-        if capability < least:
-            found[name] = f"needs a GPU of compute capability {least:g} or more, not {capability:g}"
+        if name in found:
             continue
         try:
             importlib.import_module(module)

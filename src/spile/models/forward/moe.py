@@ -26,7 +26,7 @@ from spile.models.forward.grouped import (
     ragged,
     tiled,
 )
-from spile.models.forward.ops import activate, linear
+from spile.models.forward.ops import activate, linear, to_float16
 from spile.models.forward.sharding import P, Shards
 from spile.models.forward.weights import Block
 from spile.models.layout import ROWS
@@ -143,7 +143,10 @@ def mix(
             tokens = tokens * weights.reshape(-1)[runs.lay(order, expert)][:, None]
 
         def each(inputs: Array, name: str) -> Array:
-            out, bias = grouped(inputs, block[f"w_{name}"]), block.get(f"b_{name}")
+            weight, bias = block[f"w_{name}"], block.get(f"b_{name}")
+            if weight.dtype == jnp.float16:
+                inputs = to_float16(inputs)
+            out = grouped(inputs, weight).astype(x.dtype)
             if bias is None:
                 return out
             return out + (bias[of] if name != "down" else jnp.where(adds, bias[of], 0))
@@ -157,7 +160,7 @@ def mix(
     plain = Groups(sizes, len(order))
     ways = {"tpu": partial(outputs, plain, ragged)}
     matrices = [block[name] for name in ("w_up", "w_gate", "w_down") if name in block]
-    if mosaic_serves(flat, *matrices):
+    if mosaic_serves(flat.astype(matrices[0].dtype), *matrices):
         ways["cuda"] = partial(outputs, Groups(sizes, len(order), EIGHT), mosaic)
     out = jax.lax.platform_dependent(**ways, default=partial(outputs, plain, tiled))
     return jnp.einsum("rscd,rsc->rsd", out, shares)

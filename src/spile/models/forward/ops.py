@@ -53,6 +53,7 @@ _ACTIVATIONS = {
 # (docs/exactness.md has the cost and the error of other lengths).
 _RUN = 384
 FLOAT8 = jnp.float8_e4m3fn
+FLOAT16_MAX = float(jnp.finfo(jnp.float16).max)
 _FLOAT8_MAX = float(jnp.finfo(FLOAT8).max)
 _HAS_FLOAT8 = 8.9  # the compute capability of the first GPUs that multiply it
 
@@ -112,11 +113,37 @@ def linear(
 
 
 def product(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Array:
-    """Return an einsum over the last axis of both; in float32 on a CPU, sum in short runs."""
+    """Return an einsum over the last axis of both; in float32 on a CPU, sum in short runs.
+
+    Products with float16 weights are summed, and returned, in float32.
+    """
+    if weight.dtype == jnp.float16:
+        return jnp.einsum(
+            equation,
+            to_float16(x),
+            weight,
+            precision=jax.lax.Precision.DEFAULT,
+            preferred_element_type=jnp.float32,
+        )
     whole = partial(jnp.einsum, equation)
     if x.dtype != jnp.float32 or x.shape[-1] <= _RUN:
         return whole(x, weight)
     return jax.lax.platform_dependent(x, weight, cpu=partial(_in_runs, equation), default=whole)
+
+
+def widened(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return what was looked up in a float16 table in float32, as all that is no product."""
+    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+
+
+def to_float16(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return float16 values, and NaN in place of those that are too large.
+
+    Infinity could vanish later: an activation turns its negative into zero, a softmax into a
+    weight of zero. NaN reaches every value that is computed from it.
+    """
+    fits = jnp.abs(x) <= FLOAT16_MAX
+    return jnp.where(fits, x, jnp.nan).astype(jnp.float16)
 
 
 def to_float8(

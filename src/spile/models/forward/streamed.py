@@ -187,7 +187,7 @@ class EmbeddingRows:
 
     def __init__(self, checkpoint: Checkpoint, loader: ArrayLoader) -> None:
         spec = next(s for s in outer_specs(checkpoint.arch) if s.name == "embed")
-        self._dtype, self._table = loader.dtype, None
+        self._dtype, self._table = loader.held_dtype("embed"), None
         self._found = _in_file(checkpoint, spec)
         if self._found is None:
             self._table = loader.on_host(spec)

@@ -28,6 +28,7 @@ import numpy as np
 import xxhash
 from numpy.lib.array_utils import byte_bounds
 
+from spile.core.errors import ConfigError
 from spile.core.tensors import TensorInfo, as_bytes
 from spile.core.threads import cancellation
 from spile.models.config.arch import Arch
@@ -37,6 +38,7 @@ from spile.models.config.specs import (
     block_specs,
     head_specs,
     in_float8,
+    in_float16,
     in_float32,
     outer_specs,
 )
@@ -131,7 +133,8 @@ def load_params(
     """Read the scheduled blocks (and the head if `head`).
 
     Args:
-        dtype: float8 is for the blocks' matrices; the other arrays are then in bfloat16.
+        dtype: float8 is for the blocks' matrices; the other arrays are then in bfloat16. float16
+            is for all matrices; the other arrays are then in float32.
         shards: the layout of each array; parts that lie elsewhere are not read.
         hashed: this process's number, and the number of processes that share the hashing.
 
@@ -152,10 +155,9 @@ def abstract_params(
     shards: Shards | None = None,
 ) -> Params:
     """The shapes and shardings of what `load_params` returns: enough to compile a step."""
-    others = jnp.dtype(jnp.bfloat16) if dtype == FLOAT8 else dtype
 
     def array(spec: ParamSpec, stack: tuple[int, ...]) -> Any:
-        held = jnp.dtype(jnp.float32) if in_float32(spec.name) else others
+        held = held_dtype(spec.name, dtype)
         shaped: Any = jax.ShapeDtypeStruct((*stack, *spec.shape), held)
         float8 = dtype == FLOAT8 and in_float8(spec)
         if float8:
@@ -179,6 +181,17 @@ def abstract_params(
         tail=tuple(map(shapes, blocks[schedule.scanned :])),
         lead=tuple(map(shapes, blocks[: schedule.lead])),
     )
+
+
+def held_dtype(name: str, dtype: jnp.dtype) -> jnp.dtype:
+    """Return the dtype of an array on the device, before matrices are rounded to float8.
+
+    Args:
+        dtype: the compute dtype.
+    """
+    if in_float32(name) or (dtype == jnp.float16 and not in_float16(name)):
+        return jnp.dtype(jnp.float32)
+    return jnp.dtype(jnp.bfloat16) if dtype == FLOAT8 else dtype
 
 
 def moved_params(params: Params, shards: Shards) -> Params:
@@ -222,13 +235,14 @@ class ArrayLoader:
     ) -> None:
         self._checkpoint, self._schedule = checkpoint, schedule
         self._cancellation = cancellation()  # tensors are read in other threads
-        self._float8 = dtype == FLOAT8
-        # The dtype of every array that is not held in float8.
-        self.dtype = jnp.dtype(jnp.bfloat16) if self._float8 else dtype
+        self._dtype, self._float8 = dtype, dtype == FLOAT8
         self._shards = shards
         self.blocks = {spec.name: spec for spec in block_specs(checkpoint.arch)}
         self._digests: dict[str, str] = {}
         self._setters: dict[tuple[str, ...], Any] = {}
+
+    def held_dtype(self, name: str) -> jnp.dtype:
+        return held_dtype(name, self._dtype)
 
     def whole(self, spec: ParamSpec, layer: int | None = None) -> Any:
         def fill(parts: list[ShardBuffer]) -> None:
@@ -266,7 +280,7 @@ class ArrayLoader:
 
     def on_host(self, spec: ParamSpec) -> np.ndarray:
         """An array before or after the blocks, in host memory."""
-        out = _buffer(spec.shape, self.dtype)
+        out = _buffer(spec.shape, self.held_dtype(spec.name))
         self._fill([ShardBuffer(out, (slice(None),) * out.ndim)], spec, None)
         return out
 
@@ -402,7 +416,7 @@ class ArrayLoader:
         for name, parts in names:
             tensor: Any = checkpoint.packed[name].decode(jnp, *[stored[part] for part in parts])
             taken = source.take(tensor, spec, self._by_name(layer))
-            arrays.append(jnp.asarray(taken).astype(self.dtype))
+            arrays.append(jnp.asarray(taken).astype(self.held_dtype(spec.name)))
         array = jnp.stack(arrays) if source.one_by_one else arrays[0]
         return Float8Weight.of(array) if self._float8 and in_float8(spec) else array
 
@@ -444,7 +458,7 @@ class ArrayLoader:
             sharding = self._shards.kept(name, stacked=stacked)
             indices = sharding.addressable_devices_indices_map(shape).values()
         made = {str(i): i for i in indices if i is not None}
-        dtype = jnp.dtype(jnp.float32) if in_float32(name) else self.dtype
+        dtype = self.held_dtype(name)
         parts = {k: ShardBuffer(_buffer(_shape(shape, i), dtype), i) for k, i in made.items()}
         fill(list(parts.values()))
         return parts
@@ -473,6 +487,8 @@ class ArrayLoader:
                 tensor = self._read(name, take)
                 for part, taken in zip(wanted, take(tensor), strict=True):
                     _copy(taken, part.out, tensor)
+            for part in wanted:
+                _check_range(part.out, name)
 
     def _plain(self, name: str, source: TensorSource, wanted: list[ShardBuffer]) -> bool:
         """Whether a tensor of a local file is exactly what one buffer must hold."""
@@ -505,7 +521,8 @@ class ArrayLoader:
             got = as_bytes(piece)
             file.read_into(info.start + start, got)
             if piece is not target:
-                target[...] = piece
+                with np.errstate(over="ignore"):  # `_check_range` looks
+                    target[...] = piece
             return got
 
         with ThreadPoolExecutor(_READING) as pool:
@@ -617,9 +634,18 @@ def _copy(taken: np.ndarray, target: np.ndarray, tensor: np.ndarray) -> None:
         return
     rows = max(1, _COPIED // max(1, tensor.nbytes // len(taken)))
     for start in range(0, len(taken), rows):
-        target[start : start + rows] = taken[start : start + rows]
+        with np.errstate(over="ignore"):  # `_check_range` looks
+            target[start : start + rows] = taken[start : start + rows]
         if isinstance(tensor.base, mmap.mmap):
             tensor.base.madvise(mmap.MADV_DONTNEED)
+
+
+def _check_range(held: np.ndarray, name: str) -> None:
+    """Raise if a float16 array holds infinity: its tensor has values that float16 cannot hold."""
+    if held.dtype == np.float16 and (held.view(np.uint16) & 0x7FFF == 0x7C00).any():
+        raise ConfigError(
+            f"{name}: float16 holds no weights beyond 65504; give --compute-dtype float32"
+        )
 
 
 def _shape(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:

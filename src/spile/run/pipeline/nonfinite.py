@@ -6,7 +6,7 @@ row. To find it, the step is run again with ever fewer of its tokens.
 """
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from spile.corpus.pack import Batch
 from spile.dataset.codec.documents import kept_of
 from spile.models.taps import Tap
 from spile.plan.job import ExtractionJob, PreparedUnit
+from spile.run.pipeline.overflow import Overflow
 from spile.run.step.step import Step, StepOutput
 
 _log = logging.getLogger("spile.run")
@@ -34,9 +35,17 @@ class Found:
     prepared: PreparedUnit
     row: int  # index of the packed row in the unit
     int8: bool  # whether the tap is stored as int8
+    float16: bool  # whether products take float16
 
-    def told(self, where: str) -> str:
+    def told(self, where: str, overflow: Overflow | None) -> str:
         layer = "" if self.tap.layer is None else f", layer {self.tap.layer}"
+        if self.float16:
+            found = overflow.told if overflow else "float16 may be too small for it"
+            return (
+                f"{self.tap.name}: NaN or infinity in unit {self.prepared.unit}{layer}, {where}; "
+                f"{found}: give --compute-dtype float32 (or bfloat16, where the GPU has it) "
+                "and another --out"
+            )
         keep = "which int8 cannot hold" if self.int8 else "or keep them with --allow-nonfinite"
         return (
             f"{self.tap.name}: NaN or infinity in unit {self.prepared.unit}{layer}, {where}; "
@@ -61,6 +70,12 @@ class Found:
             f"(id {packed.tokens[row, column]}, position {pos})"
         )
 
+    def context(self, row: int, column: int) -> np.ndarray:
+        """Token ids of the context of a place, as far as that place."""
+        packed = self.prepared.packed
+        start = column - int(packed.positions[row, column])
+        return packed.tokens[row, start : column + 1]
+
     def _kept(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Columns of a packed row's kept tokens, and their index entries."""
         packed = self.prepared.packed
@@ -77,18 +92,29 @@ class NonfiniteError(DataError):
         found: where it is.
     """
 
-    def __init__(self, found: Found, where: str | None = None) -> None:
+    def __init__(
+        self, found: Found, where: str | None = None, overflow: Overflow | None = None
+    ) -> None:
         self.found = found
-        super().__init__(found.told(where or found.candidates()))
+        super().__init__(found.told(where or found.candidates(), overflow))
 
-    def traced(self, step: Step, batches: Iterator[Batch]) -> "NonfiniteError":
-        """The same error with the token it came from; `batches`: all of the unit, as run before."""
+    def traced(
+        self, step: Step, batches: Iterator[Batch], find: Callable[[np.ndarray], Overflow | None]
+    ) -> "NonfiniteError":
+        """The same error with the token it came from, and what overflowed if float16 did.
+
+        Args:
+            batches: all of the unit, as run before.
+            find: finds the overflow in a context's token ids.
+        """
+        where, overflow = None, None
         try:
-            place = _source(self.found, step, batches)
+            if place := _source(self.found, step, batches):
+                where = self.found.token(*place)
+                overflow = find(self.found.context(*place)) if self.found.float16 else None
         except Exception as error:  # the error being traced matters more than this one
-            _log.warning("could not find the token that caused it: %s", error)
-            return self
-        return NonfiniteError(self.found, self.found.token(*place) if place else None)
+            _log.warning("could not find what caused it: %s", error)
+        return NonfiniteError(self.found, where, overflow)
 
 
 @dataclass(frozen=True)
@@ -99,10 +125,12 @@ class FiniteTaps:
         taps: by their stored names, in the order in which the model computes them: a value at one
             spreads to all that follow.
         int8: the stored names of those that are stored as int8.
+        float16: whether products take float16.
     """
 
     taps: Mapping[str, Tap]
     int8: Collection[str]
+    float16: bool
 
     @classmethod
     def of(cls, job: ExtractionJob, *, allow: bool) -> "FiniteTaps":
@@ -110,7 +138,8 @@ class FiniteTaps:
         int8 = {name for name, info in job.table.taps.items() if info.dtype == "int8"}
         stored = {latent_names(t.name)[0] if t.name in job.encoders else t.name: t
                   for t in job.taps}  # fmt: skip
-        return cls({n: tap for n, tap in stored.items() if n in int8 or not allow}, int8)
+        given = {n: tap for n, tap in stored.items() if n in int8 or not allow}
+        return cls(given, int8, job.recipe.compute_dtype == "float16")
 
     def check(self, output: StepOutput, prepared: PreparedUnit, first: int) -> None:
         """Raise for a step with values that must not be stored.
@@ -124,7 +153,8 @@ class FiniteTaps:
                 part = int(np.argmax(output.nonfinite_of(name) > 0))
                 place = first + int(output.counts[:part].sum())
                 row = int(np.searchsorted(np.cumsum(prepared.packed.counts), place, side="right"))
-                raise NonfiniteError(Found(tap, name, prepared, row, name in self.int8))
+                found = Found(tap, name, prepared, row, name in self.int8, self.float16)
+                raise NonfiniteError(found)
 
 
 def _source(found: Found, step: Step, batches: Iterator[Batch]) -> tuple[int, int] | None:

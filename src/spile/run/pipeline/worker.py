@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,9 +24,11 @@ from spile.corpus.pack import Batch, PackedUnit
 from spile.metrics import Counters
 from spile.plan.job import ExtractionJob, PreparedUnit, prepare_unit
 from spile.run.pipeline.nonfinite import NonfiniteError
+from spile.run.pipeline.overflow import find_overflow
 from spile.run.pipeline.pickers import Picker
 from spile.run.pipeline.sink import Sink, Taker
 from spile.run.step.step import Step, StepOutput
+from spile.run.world.devices import local_devices
 from spile.run.world.world import RunContext
 
 _log = logging.getLogger("spile.run")
@@ -147,7 +150,9 @@ class Worker:
                     _log.error("and while ending: %s", second)
             if isinstance(error, NonfiniteError) and self._world.processes == 1:
                 raise error.traced(
-                    self._step, self._batches(error.found.prepared.packed)
+                    self._step,
+                    self._batches(error.found.prepared.packed),
+                    partial(find_overflow, self._job, device=local_devices()[0]),
                 ) from error
             raise
         except BaseException:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -31,6 +31,7 @@ from spile.dataset.codec.statistics import TapStats
 from spile.dataset.format import scale_name
 from spile.models.config.arch import Arch, Layer
 from spile.models.files.sae import SparseEncoder
+from spile.models.forward.attention import narrowed
 from spile.models.forward.decoder import AFTER, BEFORE, Beside, Decoder, Inputs
 from spile.models.forward.kernels import chosen_kernels, for_platform
 from spile.models.forward.sharding import PINNED, Shards, local_runs, put
@@ -315,6 +316,11 @@ class StepSettings:
         """The dtype of activations."""
         return activation_dtype(self.compute_dtype)
 
+    @property
+    def _attended(self) -> str:
+        """The dtype in which attention takes queries, keys and values."""
+        return "float16" if self.compute_dtype == "float16" else self.computed
+
     def values(
         self, params: Params, changes: tuple[Partial, ...], inputs: Inputs, contexts: int
     ) -> dict[str, Array]:
@@ -383,7 +389,7 @@ class StepSettings:
         choices = chosen_kernels(
             self.place.device.platform,
             self.arch,
-            self.computed,
+            self._attended,
             batch.tokens.shape[1],
             self.attention,
         )
@@ -401,17 +407,20 @@ class StepSettings:
 
     def _precision(self) -> Any:
         # float32 means float32: on accelerators the default would be a faster, coarser product.
-        exact = self.compute_dtype == "float32"
+        exact = self.computed == "float32"
         return jax.default_matmul_precision("highest" if exact else "default")
 
     def _attention(self, inputs: Inputs, contexts: int) -> Any:
-        return for_platform(
+        attention = for_platform(
             self.place.device.platform,
             self.arch,
-            self.computed,
+            self._attended,
             seq_len=inputs[0].shape[1],
             contexts=contexts,
             wanted=self.attention,
+        )
+        return (
+            partial(narrowed, attention=attention) if self._attended != self.computed else attention
         )
 
 

@@ -81,7 +81,8 @@ class StoredForm:
             rows[name] = encoded.stored
             if encoded.scale is not None:
                 rows[scale_name(name)] = encoded.scale
-            counted["nonfinite"] = _per_token(~jnp.isfinite(found))
+            floats = jnp.issubdtype(found.dtype, jnp.floating)
+            counted["nonfinite"] = _per_token(~jnp.isfinite(found) if floats else found < 0)
             if encoded.clipped is not None:
                 counted["clipped"] = encoded.clipped
             reduced[name] = reduce(encoded.decoded, real, counted)

@@ -335,7 +335,8 @@ class Sweep:
         kind, shape, like = self._kinds[number + 1], batch.tokens.shape, self._place.by_rows
         if kind == BEFORE:
             looks_up = self._options.looks_up
-            return like((*shape, arch.width), computed) if looks_up else None, (None, None)
+            found = "float16" if self.settings.compute_dtype == "float16" else computed
+            return like((*shape, arch.width), found) if looks_up else None, (None, None)
         stream = like((*shape, arch.width), "float32" if arch.wide_stream else computed)
         if not isinstance(kind, Layer):
             return stream, (None, None)

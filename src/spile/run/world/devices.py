@@ -119,7 +119,7 @@ def peak_flops(device: Any, dtype: str) -> float | None:
     None for CPU devices that share one processor.
     """
     chip = chip_of(device.device_kind)
-    if chip and dtype == "bfloat16":
+    if chip and dtype in (chip.half, "float16"):
         return chip.peak
     if chip and chip.platform == "gpu" and dtype == "float8_e4m3":
         return 2 * chip.peak  # of Hopper's, as published
