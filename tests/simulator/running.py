@@ -422,10 +422,13 @@ class Run:
         """What a command may have made of a place that another was changing: of what it found."""
         for lo, hi in self._span(other, dict(before), dict(before)):
             place, source = other.op.place, before[other.op.place]
-            least, most = self._after(op, before), self._after(op, hi)
+            least, most, now = self._after(op, before), self._after(op, hi), hi[place]
+            if source is not None and now is not None and not most:
+                # A copy may refuse taps that are complete, and have them while they are not.
+                half = {a if a in source.added else replace(a, through=-1) for a in now.added}
+                most = self._after(op, {**hi, place: replace(now, added=frozenset(half))})
             if op.kind == "copy" and least and most:
                 yield {**lo, op.place: least[0]}, {**hi, op.place: most[0]}
-            now = hi[place]
             if source is not None and now is not None and other.op.kind == "copy":
                 # Drops come first.
                 kept = {each for each in source.added if each.name not in now.dropped}
