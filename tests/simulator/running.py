@@ -12,9 +12,7 @@ command, each place that has changed is compared with
 """
 
 import functools
-import json
 import logging
-import random
 import shutil
 import tempfile
 from collections import Counter
@@ -26,13 +24,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
-
 from simulator import contents, documents
 from simulator.contents import CHANGES, ONTO, Content, Op, Refused, after, between
 from simulator.documents import GROWS, GROWS_FROM, SEQ_LEN, HashStep
 from simulator.places import HOST, Places, Violation, read, reads, told
 from simulator.scheduler import Process, Scheduler
+from simulator.states import States
 from simulator.store import Faults, Store
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import CorruptError, SpileError
@@ -44,7 +41,6 @@ from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.replica import replicate
 from spile.dataset.maintain.shuffle import shuffle
 from spile.dataset.maintain.verify import verify
-from spile.dataset.read.opening import open_dataset
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import drop_taps
 from spile.metrics import Counters
@@ -75,18 +71,6 @@ class _Running:
     kill: int | None = None
 
 
-@dataclass
-class _State:
-    """What a reader said of its iteration, and what was left of it."""
-
-    content: Content
-    place: str
-    told: str
-    options: Mapping[str, Any]
-    tap: str
-    left: list[bytes]
-
-
 class Run:
     """A program at work."""
 
@@ -105,7 +89,7 @@ class Run:
         self._makers: dict[str, set[str]] = {place: set() for place in places}
         self._recut: set[str] = set()  # places whose units do not follow from their corpus
         self._unlike: set[str] = set()  # places that were made like others that had grown
-        self._states: list[_State] = []
+        self._states = States(self.places, self.outcomes)
         self._runs: Counter[str] = Counter()
         self._processes: dict[Process, _Running] = {}
 
@@ -149,9 +133,9 @@ class Run:
                 self._grown.append(name)
         documents.grow(self._grows, op.files)
         if op.kind == "take":
-            self._take(op)
+            self._states.take(op, self.world[op.place])
         elif op.kind == "resume":
-            self._resume(op)
+            self._states.resume(op, self.world[op.place])
         elif op.kind == "repair":
             self._repair(op)
         else:
@@ -580,59 +564,6 @@ class Run:
         if not report.ok:
             raise CorruptError(place, f"still has faults: {report.faults[:2]}")
 
-    # -- readers --------------------------------------------------------------------------------
-
-    def _iteration(self, place: str, tap: str, options: Mapping[str, Any]) -> Any:
-        return open_dataset(HOST + place).batches(tap, **options)
-
-    def _take(self, op: Op) -> None:
-        """Read some batches, remember the state, and what would follow."""
-        content = self.world[op.place]
-        if content is None or not content.readable[0]:
-            return
-        drawn = random.Random(op.seed)
-        tap = drawn.choice(sorted(content.readable[1])).name
-        options = {
-            "batch_size": drawn.choice((3, 8, 20)),
-            "shuffle": drawn.choice(("window", "full", None)),
-            "seed": drawn.randint(0, 3),
-            "window": 16,
-            "block": 4,
-        }
-        with self.places.look():
-            batches = self._iteration(op.place, tap, options)
-            for _ in range(drawn.randint(0, len(batches) - 1)):
-                next(batches)
-            state = json.dumps(batches.state_dict())
-            left = [_bytes_of(batch, tap) for batch in batches]
-        self._states.append(_State(content, op.place, state, options, tap, left))
-        self.outcomes["take", "ok"] += 1
-
-    def _resume(self, op: Op) -> None:
-        """Continue from a state, here or elsewhere: with exactly what was left, or not at all."""
-        content = self.world[op.place]
-        if content is None or not content.readable[0]:
-            return
-        for state in self._states[-6:]:
-            same = state.place == op.place and state.content.readable == content.readable
-            with self.places.look():
-                try:
-                    batches = self._iteration(op.place, state.tap, state.options)
-                    batches.load_state_dict(json.loads(state.told))
-                except SpileError as error:
-                    self.outcomes["resume", "refused"] += 1
-                    if same:
-                        raise Violation(f"state: {op.place} refuses its own: {error}") from error
-                    continue
-                left = [_bytes_of(batch, state.tap) for batch in batches]
-            self.outcomes["resume", "ok"] += 1
-            if left != state.left:
-                raise Violation(
-                    f"state: {op.place} accepts a state of {state.place} and continues with other "
-                    f"rows: it contains\n     {told(content)}\n  and the state is of\n"
-                    f"     {told(state.content)}"
-                )
-
 
 def _plain(op: Op) -> Op:
     """The command alone."""
@@ -644,10 +575,6 @@ def _faults(rough: float) -> Faults:
         refused=0.05 * rough, lost=0.02 * rough, late=0.01 * rough, twice=0.02 * rough,
         echoed=0.02 * rough, latency=0.03,
     )  # fmt: skip
-
-
-def _bytes_of(batch: Mapping[str, Any], tap: str) -> bytes:
-    return batch["index"].tobytes() + np.asarray(batch[tap]).tobytes()
 
 
 @functools.cache
