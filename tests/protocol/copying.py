@@ -45,10 +45,12 @@ Item = tuple[Any, ...]
 class _Left(NamedTuple):
     """What a whole copy has to do yet."""
 
-    # ("put", key, value), ("look", *passes), ("units", folder), or ("unit", folder, number)
+    # ("compare",), ("put", key, value), ("look", *passes), ("units", folder), or
+    # ("unit", folder, number)
     plan: tuple[Item, ...]
     drops: tuple[str, ...]  # passes that were dropped in the source when it was read
     strays: bool  # whether there were records and no table
+    known: frozenset[tuple[str, int]] = frozenset()  # units that are there
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,17 @@ class Copy:
                     yield refused(OTHER_DATASET)
                     return
                 look = world.rules.tables_look_first
-                yield Step("reads the table", At("list" if look else "beside", source.table))
+                step = "list" if look else "beside"
+                yield Step("reads the table", At(step, source.table, kept=(TABLE in store, False)))
             case "list":
                 known = len(store.table.rows) if store.table else 0
-                yield looks_for_records(store, known, at._replace(step="beside"))
+                found = looks_for_records(store, known, at._replace(step="beside"))
+                yield found._replace(at=found.at._replace(kept=(at.kept[0], found.at.kept)))
             case "beside":
                 drops = tuple(sorted(key[0] for key in source if key[1] == "dropped"))
-                plan = _plan(world.rules, source, at.table, drops)
-                left = _Left(plan, drops, bool(at.kept))
+                begun, strays = at.kept
+                plan = _plan(world.rules, source, at.table, drops, begun)
+                left = _Left(plan, drops, strays)
                 yield Step("reads what is beside the units", At("next", at.table, kept=left))
             case "next" if at.kept.plan:
                 yield self._next(world, at)
@@ -97,6 +102,8 @@ class Copy:
         (kind, *what), rest = left.plan[0], left._replace(plan=left.plan[1:])
         if kind == "put":
             return self._put(world, at, *what)
+        if kind == "compare":
+            return self._compare(world, at)
         if kind == "look":
             if {*world.stores[self.place].live_passes} - {*what}:
                 return refused(OTHER_PASS)
@@ -107,6 +114,8 @@ class Copy:
             plan = (*(("unit", what[0], unit) for unit in found), *rest.plan)
             return Step(f"lists {len(found)} units", at._replace(kept=rest._replace(plan=plan)))
         folder, unit = what
+        if (folder, unit) in left.known:
+            return Step(f"comes to unit {unit}, which is there", at._replace(kept=rest))
         done = source.get((folder, "done", unit))
         if done is None:
             return Step(f"finds unit {unit} gone", at._replace(kept=rest))
@@ -116,6 +125,27 @@ class Copy:
         step = "file" if world.files and not folder else "record"
         after = At(step, table, unit, None, (done, folder, rest))
         return Step(f"reads the record of unit {unit}", after)
+
+    def _compare(self, world: World, at: At) -> Step:
+        """`_there`: all units that are there already, before the first write."""
+        source, store = world.stores[self.source], world.stores[self.place]
+        known = set[tuple[str, int]]()
+        put = [item[1] for item in at.kept.plan if item[0] == "put"]
+        if at.kept.strays and any(key[1] == "generation" and key not in store for key in put):
+            return refused(NO_GENERATION)
+        for folder in ("", *source.live_passes):
+            there = store.done_in(folder)
+            for unit, done in source.done_in(folder).items():
+                if unit >= len(at.table.rows) or unit not in there:
+                    continue
+                if there[unit] != done:
+                    return refused(OTHER_DATASET)
+                lost = ("", "file", unit, done.attempt) not in store
+                if world.files and not folder and lost:
+                    return refused(FILES_GONE)
+                known.add((folder, unit))
+        left = at.kept._replace(plan=at.kept.plan[1:], known=frozenset(known))
+        return Step(f"finds {len(known)} units there", at._replace(kept=left))
 
     def _put(self, world: World, at: At, key: Key, value: Any) -> Step:
         source, store = world.stores[self.source], world.stores[self.place]
@@ -136,12 +166,8 @@ class Copy:
     def _file(self, world: World, at: At) -> Step:
         source, store = world.stores[self.source], world.stores[self.place]
         key = ("", "file", at.unit, at.kept[0].attempt)
-        if store.done.get(at.unit, at.kept[0]) != at.kept[0]:
-            return refused(OTHER_DATASET)
         if key in store:  # (judging by its size)
             return Step("finds its files there", at._replace(step="record"))
-        if at.unit in store.done:
-            return refused(FILES_GONE)
         if source.get(key) != WHOLE:
             return refused(DAMAGED_SOURCE)
         return Step("copies its files", at._replace(step="record"), (self.place, key, WHOLE))
@@ -155,7 +181,9 @@ class Copy:
         return creates(f"the record of unit {at.unit}", after, store, (self.place, key, done))
 
 
-def _plan(rules: Rules, source: Store, table: Table, drops: tuple[str, ...]) -> tuple[Item, ...]:
+def _plan(
+    rules: Rules, source: Store, table: Table, drops: tuple[str, ...], begun_there: bool
+) -> tuple[Item, ...]:
     """`_passes`, `_beside_of`: what to copy, in order."""
 
     def those(*keys: Key) -> list[Item]:
@@ -164,9 +192,14 @@ def _plan(rules: Rules, source: Store, table: Table, drops: tuple[str, ...]) -> 
     folders, numbers = ("", *source.live_passes), range(table.newest + 1)
     dropped = those(*((each, "dropped") for each in drops)) if rules.copies_drops else []
     begun = those(*((each, "pass") for each in source.live_passes))
+    first = list[Item]()
     if begun and rules.copies_compare_passes:
-        looks = ("look", *source.live_passes)
-        begun = [looks, *begun, looks]
+        # (Those that it is about to drop are no others.)
+        gone = drops if rules.copies_drops and rules.copies_drops_first else ()
+        looks = ("look", *source.live_passes, *gone)
+        first, begun = [looks], [*begun, looks]
+    if begun_there and rules.copies_table_first:
+        first.append(("compare",))
     begun = [*dropped, *begun] if rules.copies_drops_first else begun
     last = [] if rules.copies_drops_first else dropped
     generations = those(*(("", "generation", number) for number in numbers))
@@ -174,8 +207,8 @@ def _plan(rules: Rules, source: Store, table: Table, drops: tuple[str, ...]) -> 
     # Those of passes first.
     manifests = those(*((each, "manifest", n) for each in reversed(folders) for n in numbers))
     if rules.copies_table_first:
-        return (*those(TABLE), *generations, *begun, *units, *manifests, *last)
-    return (*units, *begun, *generations, *manifests, *those(TABLE), *last)
+        return (*first, *those(TABLE), *generations, *begun, *units, *manifests, *last)
+    return (*first, *units, *begun, *generations, *manifests, *those(TABLE), *last)
 
 
 def _broken(store: Store, at: At) -> str | None:
