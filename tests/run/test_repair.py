@@ -223,6 +223,22 @@ def test_a_shuffled_dataset_is_shuffled_anew(source: Path, tmp_path: Path) -> No
     assert json.loads((out / fmt.CURRENT.done_key(0)).read_text())["unit"] == 0
 
 
+def test_units_of_taps_added_to_a_compacted_dataset_come_from_the_model(
+    whole: Path, tmp_path: Path, begun: list[int]
+) -> None:
+    out = tmp_path / "out"
+    assert run("compact", whole, out).code == 0
+    assert run("extract", "--out", out, "--add-taps", "mlp_out:0").code == 0
+    ((folder, ledger),) = [(p.prefix, p.ledger) for p in live_passes(Ledger(LocalObjects(out)))]
+    assert ledger.done_units() == {0}
+    begun.clear()
+    flip(out, 0)
+    (out / folder / fmt.CURRENT.done_key(0)).unlink()
+    found = repaired(out, "--from", whole)
+    assert (found.code, begun) == (0, [0]), found.err
+    assert found.json["repaired"]["units"] == [0]
+
+
 def test_damaged_units_of_a_pass_are_made_again_in_its_folder(out: Path, begun: list[int]) -> None:
     said = run("extract", "--out", out, "--add-taps", "mlp_out:0", "--batch-tokens", 128)
     assert said.code == 0, said.out

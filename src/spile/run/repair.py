@@ -48,12 +48,12 @@ def repair(
     Args:
         recipe: names model and corpus, if they have moved.
         source: for a compacted dataset, the dataset it was compacted from: units are copied again
-            instead of computed.
+            instead of computed. Units of passes are computed: no source has them.
         partial: only set damaged records aside, for the next `extract` to make their units.
     """
     run = bound(extract, recipe, counters=counters, on_start=on_start, stop=stop)
 
-    def repaired_as(making: Repair) -> Repaired:
+    def repaired_as(making: Repair, source: Objects | None = None) -> Repaired:
         if partial:
             making.withdraw()
         else:
@@ -65,7 +65,7 @@ def repair(
             making.ledger.complete(making.table)
         return making.repaired
 
-    repaired = repaired_as(Repair(report, Ledger(objects)))
+    repaired = repaired_as(Repair(report, Ledger(objects)), source)
     for name, found in report.passes.items():
         damaged = Pass(Ledger(objects), name)
         if not found.ok and not damaged.is_readable:
