@@ -39,10 +39,10 @@ def all_latents(written: stored.Stored) -> np.ndarray:
 
 
 def test_the_dataset_names_what_is_stored_and_the_recipe_what_was_tapped(ds: Dataset) -> None:
-    assert ds.taps == [VALUES, IDS, "resid_post.0"]
+    assert ds.taps == ["resid_post.0", VALUES, IDS]
     assert ds.recipe.taps == ("mlp_out.1", "resid_post.0")
-    assert [ds.num_latents(tap) for tap in ds.taps] == [40, 40, 0]
-    assert [ds.shape(tap) for tap in ds.taps] == [(4,), (4,), (6,)]
+    assert [ds.num_latents(tap) for tap in ds.taps] == [0, 40, 40]
+    assert [ds.shape(tap) for tap in ds.taps] == [(6,), (4,), (4,)]
 
 
 @pytest.mark.parametrize("name", ["mlp_out.1", VALUES, IDS])

@@ -29,8 +29,8 @@ def test_torch_opens_files_of_one_length_in_stored_order(
     dest, made = exported(written, "activault", taps="resid_post.1,q.1", context_size=8)
     config = json.loads((dest / "cfg.json").read_bytes())
     assert config["total_tokens"] == made.rows == 104
-    assert config["upload_config"]["hooks"] == ["blocks.1.hook_resid_post", "blocks.1.attn.hook_q"]
-    for tap, hook in zip(("resid_post.1", "q.1"), config["upload_config"]["hooks"], strict=True):
+    assert config["upload_config"]["hooks"] == ["blocks.1.attn.hook_q", "blocks.1.hook_resid_post"]
+    for tap, hook in zip(("q.1", "resid_post.1"), config["upload_config"]["hooks"], strict=True):
         stated = json.loads((dest / hook / "metadata.json").read_bytes())
         paths = sorted((dest / hook).glob("*.saved.pt"))
         assert len(paths) == config["n_total_files"] == 13

@@ -17,10 +17,10 @@ from support import stored
 Run = Callable[..., tuple[Path, Exported]]
 NAMED = {
     "resid_post.0": "blocks.0.hook_resid_post",
-    "resid_post.1": "blocks.1.hook_resid_post",
-    "resid_post.2": "blocks.2.hook_resid_post",
     "q.1": "blocks.1.attn.hook_q",
     "expert_ids.1": "blocks.1.mlp.hook_expert_indices",
+    "resid_post.1": "blocks.1.hook_resid_post",
+    "resid_post.2": "blocks.2.hook_resid_post",
 }
 
 
