@@ -16,7 +16,7 @@ from documented.scratch import Scratch, records
 from spile import cli
 from spile.core.config import Recipe
 from spile.core.errors import InputError
-from spile.corpus.chats.layouts import settle_chats
+from spile.corpus.chat_layouts import settle_chats
 from spile.corpus.files import find_files
 from support import quick, tiny, zygote
 

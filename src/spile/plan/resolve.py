@@ -22,7 +22,7 @@ from spile.core.humanize import plural
 from spile.core.identity import contents_digest, sampled_digests
 from spile.core.recipe import OF_EACH_ROW, ResolvedRecipe
 from spile.core.units import Unit
-from spile.corpus.chats.layouts import refuse_other_layout, settle_chats
+from spile.corpus.chat_layouts import refuse_other_layout, settle_chats
 from spile.corpus.chats.rows import RowReader, read_as
 from spile.corpus.files import find_files, lasting
 from spile.corpus.formats.contract import CorpusFile, ReadOptions

@@ -475,7 +475,13 @@ class Dataset:
         )
 
     def _repr_html_(self) -> str:
-        return dataset_html(self)
+        counts = {
+            "rows": f"{self.num_tokens:,} per tap",
+            "documents": f"{self.num_documents:,}",
+            "stored": f"{self.nbytes / 1e6:,.1f} MB",
+        }
+        taps = {tap: (self.shape(tap), self.stored_dtype(tap)) for tap in self.taps}
+        return dataset_html(self.url, taps, counts, self.recipe)
 
     def statistics(self, tap: str) -> TapStats:
         """Return count, mean, variance, norms and extremes of a tap over the whole dataset."""

@@ -1,7 +1,7 @@
 """One document of a dataset: its rows, its index and its text, in reading order."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +9,20 @@ import numpy.typing as npt
 from spile.dataset.read.rows import runs
 
 if TYPE_CHECKING:
-    from spile.dataset.read.dataset import Dataset
+    from spile.dataset.read.texts import Texts
+
+
+class DocumentSource(Protocol):
+    """The part of `Dataset` that a document needs."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def texts(self) -> "Texts": ...
+    def about(self, doc: int) -> dict[str, Any]: ...
+    def shape(self, tap: str) -> tuple[int, ...]: ...
+    def dtype(self, tap: str, dtype: npt.DTypeLike | None = None) -> np.dtype[Any]: ...
+    def read_into(self, tap: str, start: int, out: np.ndarray) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -17,7 +30,7 @@ class Document:
     """One document in reading order: its index, its text, and its rows of any tap."""
 
     index: np.ndarray
-    _dataset: "Dataset"
+    _dataset: DocumentSource
     rows: np.ndarray  # their numbers in the dataset
 
     @property

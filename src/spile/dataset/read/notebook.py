@@ -1,34 +1,35 @@
 """How a notebook shows a dataset."""
 
+from collections.abc import Mapping
 from html import escape
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from spile.dataset.read.dataset import Dataset
+from spile.core.recipe import ResolvedRecipe
 
 
-def dataset_html(dataset: "Dataset") -> str:
-    """Return HTML: taps with their shapes, then their origin."""
-    recipe = dataset.recipe
-    shapes = {tap: "×".join(map(str, dataset.shape(tap))) or "1" for tap in dataset.taps}
+def dataset_html(
+    url: str,
+    taps: Mapping[str, tuple[tuple[int, ...], str]],
+    counts: Mapping[str, str],
+    recipe: ResolvedRecipe,
+) -> str:
+    """Return HTML: taps, each with the shape of a row and its stored dtype, then their origin."""
     rows = "".join(
-        f"<tr><td>{escape(tap)}</td><td>{shape}</td><td>{dataset.stored_dtype(tap)}</td></tr>"
-        for tap, shape in shapes.items()
+        f"<tr><td>{escape(tap)}</td><td>{'×'.join(map(str, shape)) or '1'}</td>"
+        f"<td>{dtype}</td></tr>"
+        for tap, (shape, dtype) in taps.items()
     )
     facts = {
-        "rows": f"{dataset.num_tokens:,} per tap",
-        "documents": f"{dataset.num_documents:,}",
-        "stored": f"{dataset.nbytes / 1e6:,.1f} MB",
+        **counts,
         "model": recipe.model_source,
         "corpus": recipe.corpus_source,
         "context": f"{recipe.seq_len:,} tokens",
         "kept rows": recipe.where or "all",
-        "fingerprint": dataset.fingerprint,
+        "fingerprint": recipe.fingerprint(),
     }
     told = "".join(
         f"<tr><td>{name}</td><td>{escape(value)}</td></tr>" for name, value in facts.items()
     )
     return (
-        f"<b>spile.Dataset</b> {escape(dataset.url)}<table><tr><th>tap</th><th>shape</th>"
+        f"<b>spile.Dataset</b> {escape(url)}<table><tr><th>tap</th><th>shape</th>"
         f"<th>stored as</th></tr>{rows}</table><table>{told}</table>"
     )

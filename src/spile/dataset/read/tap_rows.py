@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +12,20 @@ from spile.core.errors import ConfigError
 from spile.core.humanize import size
 from spile.dataset.read.rows import Rows, StoredRows
 
-if TYPE_CHECKING:
-    from spile.dataset.read.dataset import Dataset
-
 LARGEST = 4 << 30  # bytes that are read at once without a range
 _TOGETHER = 1024  # rows that an iteration reads at a time
+
+
+class TapSource(Protocol):
+    """The part of `Dataset` that the rows of a tap need."""
+
+    @property
+    def url(self) -> str: ...
+    def __len__(self) -> int: ...
+    def shape(self, tap: str) -> tuple[int, ...]: ...
+    def width(self, tap: str) -> int: ...
+    def dtype(self, tap: str) -> np.dtype[Any]: ...
+    def read(self, tap: str, start: int, stop: int) -> np.ndarray: ...
 
 
 class TapRows:
@@ -29,7 +38,7 @@ class TapRows:
         tap: the name of the tap.
     """
 
-    def __init__(self, dataset: "Dataset", stored: StoredRows, tap: str) -> None:
+    def __init__(self, dataset: TapSource, stored: StoredRows, tap: str) -> None:
         self.tap, self._dataset, self._stored = tap, dataset, stored
 
     @property
@@ -125,7 +134,7 @@ class TapRows:
         return out
 
 
-def refuse_if_large(dataset: "Dataset", tap: str, rows: int, dtype: np.dtype[Any]) -> None:
+def refuse_if_large(dataset: TapSource, tap: str, rows: int, dtype: np.dtype[Any]) -> None:
     """Raise if so many rows of a tap are more than is read at once without a range.
 
     Raises:

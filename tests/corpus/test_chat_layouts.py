@@ -14,7 +14,7 @@ import pytest
 
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError, InputError
-from spile.corpus.chats.layouts import LAYOUTS, settle_chats
+from spile.corpus.chat_layouts import LAYOUTS, settle_chats
 from spile.corpus.chats.rows import Chats, Pairs, RowReader
 from spile.corpus.chats.template import ChatTemplate
 from spile.corpus.files import find_files
