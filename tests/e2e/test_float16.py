@@ -11,6 +11,7 @@ import spile
 from spile.check.compare import check
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import DriftError
+from spile.core.tensors import write_tensors
 from support import saes, tiny
 
 TAPS = "embed,resid_post:1+2,q:1,logits"
@@ -100,3 +101,21 @@ def test_a_dataset_begun_in_another_dtype_is_not_continued_in_float16(folder: Pa
     extracted(folder, "grown", "float16", taps="resid_post:0")
     spile.extract(more, str(folder / "grown"))
     assert spile.open(str(folder / "grown")).recipe.compute_dtype == "float16"
+
+
+def test_check_takes_bfloat16_where_hf_overflows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """HF's stream is in float16, too; Spile's is not."""
+    tensors = tiny.random_tensors(tiny.CONFIG)
+    tensors["model.layers.1.mlp.up_proj.weight"] *= np.float32(50)
+    tensors["model.layers.1.mlp.down_proj.weight"] *= np.float32(1e4)
+    tiny.write_model(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    write_tensors(tmp_path / "model" / "model.safetensors", tensors)
+    tiny.write_corpus(tmp_path / "docs.jsonl", 4)
+    ours = extracted(tmp_path, "float16", "float16", taps="resid_post:1")
+    assert np.abs(ours.read("resid_post.1")).max() > 65504
+    found = check(str(tmp_path / "float16"), samples=2).taps["resid_post.1"]
+    assert 0 < found.error <= found.floor < 0.05  # (such rows hardly differ from the next block's)
+    assert "the floor is its distance in bfloat16" in caplog.text
