@@ -136,6 +136,15 @@ def test_taps_that_lack_documents_of_a_copy_hide_none(had: bool) -> None:
     assert done.outcomes["copy", "refused"] == 1
 
 
+def test_taps_added_to_a_compacted_dataset_are_repaired_by_the_model() -> None:
+    done = run(
+        Op("compact", "p2", ("p0",)), Op("add-taps", "p2", taps=MORE),
+        Op("repair", "p2", damage="record gone", seed=1),
+    )  # fmt: skip
+    assert any("passes/" in line and "damaged" in line for line in done.trace)
+    assert done.outcomes["repair", "ok"] == 1
+
+
 def test_no_tap_is_there_twice_after_a_copy() -> None:
     run(
         Op("copy", "p2", ("p0",)), Op("add-taps", "p0", taps=MORE),

@@ -121,3 +121,24 @@ def test_no_manifest_is_made_of_damaged_records(unfinished: stored.Stored) -> No
     with pytest.raises(CorruptError, match="done/000000/00000002.json"):
         ledger.complete(unfinished.table)
     assert ledger.derived.read_manifest(ledger.layout) is None
+
+
+class Overtaken(LocalObjects):
+    """A store where another dataset's manifest appears just before this one's is created."""
+
+    def __init__(self, root: Path, other: bytes) -> None:
+        super().__init__(root)
+        self._other = other
+
+    def create(self, key: str, data: bytes) -> bool:
+        return super().create(key, self._other if key == fmt.MANIFEST else data) and (
+            key != fmt.MANIFEST
+        )
+
+
+def test_a_manifest_of_another_table_does_not_complete_a_dataset(tmp_path: Path) -> None:
+    other = stored.build(tmp_path / "other", ((3,),)).objects.get(fmt.MANIFEST)
+    made = stored.build(tmp_path / "out", commit=range(4))
+    made.ledger.commit(made.attempt(4))
+    with pytest.raises(CorruptError, match="belongs to another table"):
+        Ledger(Overtaken(made.path, other)).complete(made.table)

@@ -474,10 +474,7 @@ class Ledger:
         if self.repair and not self.repair.before_complete(table):
             return False
         layout, manifest = table.layout, table.layout.manifest_key
-        known = self.derived.read_manifest(layout)
-        if known is not None:
-            if known.table != table.order:
-                raise CorruptError(manifest, f"belongs to another table than {fmt.UNITS}")
+        if self._has_manifest(table):
             return True
         own = [g for g in self.committed_groups if self.looks_after_commit(g)]
         is_last = any([self.seal(table, group) for group in own])
@@ -486,13 +483,22 @@ class Ledger:
             if not all(group in there or self._is_done(table, group) for group in groups):
                 return False
             if self._appears(manifest, _PATIENCE + len(groups) / _SEALED_PER_SECOND):
-                return True
+                return self._has_manifest(table)
             there = self.sealed_groups(layout)
         if not all(group in there or self.seal(table, group) for group in groups):
             return False
         self._complete_earlier(table)
         self._create_manifest(table)
         return True
+
+    def _has_manifest(self, table: Table) -> bool:
+        """Return whether a table has its manifest; raise CorruptError if it is another table's."""
+        known = self.derived.read_manifest(table.layout)
+        if known is not None and known.table != table.order:
+            raise CorruptError(
+                table.layout.manifest_key, f"belongs to another table than {fmt.UNITS}"
+            )
+        return known is not None
 
     def _complete_earlier(self, table: Table) -> None:
         """Create the missing manifests of earlier generations.
@@ -517,7 +523,8 @@ class Ledger:
         body, file, columns = self.derived.derive(table, before)
         if body["rows"]:
             self.objects.create(file.key, columns)
-            self.objects.create(manifest, fmt.encode_record("manifest", body))
+            if not self.objects.create(manifest, fmt.encode_record("manifest", body)):
+                self._has_manifest(table)
 
     def _is_done(self, table: Table, group: int) -> bool:
         return self.done_in(group).issuperset(table.layout.units_of(group, len(table.units)))
