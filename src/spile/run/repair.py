@@ -59,8 +59,7 @@ def repair(
         else:
             if making.tokenizer:
                 making.restore_tokenizer(*_tokenizer_elsewhere(making, recipe, source))
-            # (Taps that were added to it are not in what it was compacted from.)
-            _make_again(making, None if making.ledger.of_pass else source, run)
+            _make_again(making, source, run)
         making.set_aside_beside()
         if not partial:
             making.ledger.complete(making.table)
