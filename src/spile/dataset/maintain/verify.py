@@ -316,7 +316,7 @@ def _check_segment(
 ) -> None:
     group = fmt.parse_segment_key(key) or 0
     if len(records) < len(table.layout.units_of(group, len(table.units))):
-        fault = f"{key}: says that its units are done, but done records are missing"
+        fault = f"{key}: says that its units are done, but done records are missing or damaged"
     else:
         try:
             if report.quick:  # files are not read
@@ -542,14 +542,14 @@ def _check_manifest(
     """
     key = table.layout.manifest_key
     missing = [unit for unit in report.missing if unit < len(table.units)]
-    damaged = any(unit < len(table.units) for unit in report.damaged)
+    damaged = [unit for unit in report.damaged if unit < len(table.units)]
     if is_later and missing:
         return ledger.derived.read_manifest(table.layout)
     if missing or (damaged and report.units_done < report.units):
-        keys = [table.layout.done_key(unit) for unit in missing]
+        keys = [table.layout.done_key(unit) for unit in sorted({*missing, *damaged})]
         more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
         report.faults.append(
-            f"{key}: says the dataset is whole, but done records are missing: "
+            f"{key}: says the dataset is whole, but done records are missing or damaged: "
             + ", ".join(keys[:5])
             + more
         )
