@@ -84,6 +84,16 @@ def test_each_generation_derives_its_own_and_leaves_the_others(grown: stored.Sto
     ]
 
 
+def test_taps_added_to_a_grown_dataset_hide_none_of_it(grown: stored.Stored) -> None:
+    """With a manifest of fewer documents first, readers would have only those for a while."""
+    added, _ = stored.add_pass(grown, {"z.0": 4})
+    made = [key for key in grown.listed(added.prefix) if key.endswith(fmt.MANIFEST)]
+    assert made == [added.prefix + fmt.manifest_key(len(GROWN))]
+    ds = spile.open(grown.path)
+    assert len(ds) == len(grown.index) and "z.0" in ds.taps
+    assert verify(grown.objects).ok
+
+
 def test_who_does_not_know_generations_reads_what_was_there(grown: stored.Stored) -> None:
     shutil.rmtree(grown.path / "generations")
     holds(grown.path, grown, 4)

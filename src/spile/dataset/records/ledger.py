@@ -503,11 +503,15 @@ class Ledger:
     def _complete_earlier(self, table: Table) -> None:
         """Create the missing manifests of earlier generations.
 
-        They are created in order, so if a generation has one, those before it have theirs.
+        They are created in order, so if a generation has one, those before it have theirs. Taps
+        that are new to a dataset that has grown get the manifest of all its documents alone: with
+        the first of several, readers would have only the documents that it covers.
         """
         first = len(table.generations)  # (not their tables: those of thousands are large)
         while first and not exists(self.objects, fmt.manifest_key(first - 1)):
             first -= 1
+        if self.of_pass and not first:
+            return
         before = ManifestSums()
         for earlier in map(table.at, range(first, len(table.generations))):
             there = self.sealed_groups(earlier.layout)
