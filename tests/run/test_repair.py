@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import spile
 from chaos.harness import Result, Work, check_refused, check_same, content, files, launch, run
 from spile.dataset import format as fmt
 from spile.dataset.records.ledger import Ledger
@@ -237,6 +238,16 @@ def test_units_of_taps_added_to_a_compacted_dataset_come_from_the_model(
     found = repaired(out, "--from", whole)
     assert (found.code, begun) == (0, [0]), found.err
     assert found.json["repaired"]["units"] == [0]
+
+
+def test_a_pass_gets_the_manifest_that_a_killed_repair_took(out: Path, begun: list[int]) -> None:
+    assert run("extract", "--out", out, "--add-taps", "mlp_out:0").code == 0
+    (each,) = live_passes(Ledger(LocalObjects(out)))
+    each.objects.delete(fmt.MANIFEST)
+    assert "mlp_out.0" not in spile.open(out).taps
+    begun.clear()
+    assert (repaired(out).code, begun) == (0, [])
+    assert "mlp_out.0" in spile.open(out).taps
 
 
 def test_damaged_units_of_a_pass_are_made_again_in_its_folder(out: Path, begun: list[int]) -> None:

@@ -84,13 +84,28 @@ def test_each_generation_derives_its_own_and_leaves_the_others(grown: stored.Sto
     ]
 
 
-def test_taps_added_to_a_grown_dataset_hide_none_of_it(grown: stored.Stored) -> None:
-    """With a manifest of fewer documents first, readers would have only those for a while."""
+def test_taps_added_to_a_grown_dataset_hide_none_of_it(
+    grown: stored.Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an earlier manifest first, readers would have only its documents for a while."""
+    created = list[str]()
+    real = LocalObjects.create
+
+    def create(objects: LocalObjects, key: str, data: bytes) -> bool:
+        created.append(key)
+        return real(objects, key, data)
+
+    monkeypatch.setattr(LocalObjects, "create", create)
     added, _ = stored.add_pass(grown, {"z.0": 4})
-    made = [key for key in grown.listed(added.prefix) if key.endswith(fmt.MANIFEST)]
-    assert made == [added.prefix + fmt.manifest_key(len(GROWN))]
-    ds = spile.open(grown.path)
-    assert len(ds) == len(grown.index) and "z.0" in ds.taps
+    manifests = [key for key in created if key.endswith(fmt.MANIFEST)]
+    assert manifests == [added.prefix + fmt.manifest_key(number) for number in (2, 0, 1)]
+    # A process that ended between them is made up for by the next.
+    added.objects.delete(fmt.manifest_key(0))
+    added.objects.delete(fmt.manifest_key(1))
+    assert len(spile.open(grown.path)) == len(grown.index)
+    created.clear()
+    assert added.ledger.complete(added.ledger.table())
+    assert [key for key in created if key.endswith(fmt.MANIFEST)] == manifests[1:]
     assert verify(grown.objects).ok
 
 

@@ -475,6 +475,8 @@ class Ledger:
             return False
         layout, manifest = table.layout, table.layout.manifest_key
         if self._has_manifest(table):
+            if self.of_pass:
+                self._complete_earlier(table)  # (a process may have ended between them)
             return True
         own = [g for g in self.committed_groups if self.looks_after_commit(g)]
         is_last = any([self.seal(table, group) for group in own])
@@ -487,8 +489,13 @@ class Ledger:
             there = self.sealed_groups(layout)
         if not all(group in there or self.seal(table, group) for group in groups):
             return False
-        self._complete_earlier(table)
-        self._create_manifest(table)
+        steps = [self._complete_earlier, self._create_manifest]
+        if self.of_pass and not exists(self.objects, fmt.manifest_key(0)):
+            # Taps that are new to a grown dataset get the newest first: with only an earlier one,
+            # readers would lose the documents that came later.
+            steps.reverse()
+        for step in steps:
+            step(table)
         return True
 
     def _has_manifest(self, table: Table) -> bool:
@@ -503,15 +510,11 @@ class Ledger:
     def _complete_earlier(self, table: Table) -> None:
         """Create the missing manifests of earlier generations.
 
-        They are created in order, so if a generation has one, those before it have theirs. Taps
-        that are new to a dataset that has grown get the manifest of all its documents alone: with
-        the first of several, readers would have only the documents that it covers.
+        They are created in order, so if a generation has one, those before it have theirs.
         """
         first = len(table.generations)  # (not their tables: those of thousands are large)
         while first and not exists(self.objects, fmt.manifest_key(first - 1)):
             first -= 1
-        if self.of_pass and not first:
-            return
         before = ManifestSums()
         for earlier in map(table.at, range(first, len(table.generations))):
             there = self.sealed_groups(earlier.layout)
