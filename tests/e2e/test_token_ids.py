@@ -179,11 +179,11 @@ def test_what_does_not_go_with_ids_is_refused(model: Path, tmp_path: Path) -> No
         (["--corpus", array, "--doc-separator", "260"], ["--doc-separator", "below 260"]),
         (["--corpus", array, "--tokens-dtype", "uint32"], [str(array), "--tokens-dtype"]),
         (["--corpus", wide], [str(wide), "every other", "--tokens-dtype"]),
-        (["--corpus", odd], [str(odd), "no multiple of 2"]),
+        (["--corpus", odd], [str(odd), "is not a multiple of 2 bytes"]),
         (["--corpus", both], [str(both), "--tokens-column (input_ids)", "--text-column (url)"]),
         (["--corpus", texts, "--tokens-dtype", "uint16"], ["--tokens-dtype", ".bin"]),
         (["--corpus", plain, "--tokens-column", "x"], [str(plain), "--tokens-column"]),
-        (["--corpus", f"{tmp_path}/[ip]*", "--doc-separator", "eos"], ["of a kind"]),
+        (["--corpus", f"{tmp_path}/[ip]*", "--doc-separator", "eos"], ["of one kind"]),
     ):
         check_refused(run(*base, *flags), 2, *named)
 

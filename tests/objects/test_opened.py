@@ -38,7 +38,7 @@ def test_it_is_read_whatever_its_path_names(
     for _ in range(3):
         file.check()
     (told,) = caplog.messages
-    assert told.startswith(f"{file.path}: another file was put in its place; this run goes on")
+    assert told.startswith(f"{file.path}: another file was put in its place; this run continues")
     with pytest.raises(DataError, match="weights: changed while the run read it .another file was"):
         file.check(loading=True)
 

@@ -338,6 +338,11 @@ def _copied(source: Content, now: Content | None) -> Content:
     kept = frozenset(each for each in now.added if each.name not in dropped)
     if made.opened < replace(now, added=kept).opened:
         raise Refused("taps of the source lack documents that the copy has")
+    new = [each for each in source.added if each.name not in dropped and each.through >= 0]
+    if now.last > source.last and any(
+        not any(each.taps == other.taps and other.through >= 0 for other in kept) for each in new
+    ):
+        raise Refused("taps of the source lack documents that are being added to the copy")
     return made
 
 

@@ -230,6 +230,20 @@ def test_taps_that_lack_documents_of_the_copy_hide_none(beside: bool, tmp_path: 
     assert beside or contents(dest) == contents(more)
 
 
+def test_taps_are_not_copied_beside_growth_that_they_lack(tmp_path: Path) -> None:
+    """Growth may end between the last look at the copy and the manifest of the taps."""
+    grown = stored.build(tmp_path / "dest", grown=(3,), commit=range(3))
+    made = dataclasses.replace(grown, path=tmp_path / "out", table=grown.table.at(0))
+    replicate(grown.objects, made.objects)
+    for key in made.listed(fmt.GENERATIONS):
+        made.objects.delete(key)
+    stored.add_pass(made, {"q.0": 4})
+    before = contents(grown.objects)
+    with pytest.raises(ConfigError, match=r"has documents that q\.0 of .* lack"):
+        replicate(made.objects, grown.objects)
+    assert contents(grown.objects) == before
+
+
 class Completing(LocalObjects):
     """A dataset whose last unit is committed when its manifest is asked for."""
 

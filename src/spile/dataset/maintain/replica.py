@@ -143,7 +143,7 @@ def replicate(
         copied.refuse_strays(made.before, fmt.generation_key(number))
     live = [ledger.of_pass for ledger in places if ledger.of_pass]
     _refuse_same_taps(copied, table, live, dropped)
-    _refuse_hiding(copied, live, beside, dropped)
+    _refuse_hiding(copied, table, live, beside, dropped)
     # Compare all that is there before the first write: a copy that is refused changes nothing.
     known = {
         key
@@ -167,7 +167,7 @@ def replicate(
             progress(count.units, len(table.units) * len(places))
     for ledger in places:
         beside[ledger.prefix].refuse_missing(count.seen[ledger.prefix])
-    _refuse_hiding(copied, live, beside, dropped)  # (it may have grown)
+    _refuse_hiding(copied, table, live, beside, dropped)  # (it may have grown)
     there = count.units if len(places) == 1 else len(Ledger(dest).done_units())
     for ledger in reversed(places):
         _copy_beside(source, dest, ledger, beside[ledger.prefix].after_units, count)
@@ -212,9 +212,16 @@ def _refuse_same_taps(
 
 
 def _refuse_hiding(
-    copied: Ledger, live: Sequence[Pass], beside: Mapping[str, _Beside], dropped: Collection[str]
+    copied: Ledger,
+    source: Table,
+    live: Sequence[Pass],
+    beside: Mapping[str, _Beside],
+    dropped: Collection[str],
 ) -> None:
     """Refuse taps that lack documents which readers of the destination get: those would be hidden.
+
+    Documents that are being added to the destination alone count, too: their last unit may be done
+    before the manifest of the taps is copied.
 
     Args:
         beside: by the prefix of each pass, what its folder holds beside the units.
@@ -227,6 +234,8 @@ def _refuse_hiding(
     passes = [each for each in there if each.prefix + fmt.DROPPED not in dropped]
     table, manifest = whole_generation(copied, newest, passes)
     opened = len(table.generations) if manifest else 0
+    if len(newest.generations) > len(source.generations):
+        opened = len(newest.generations)
     for each in live:
         manifests = beside[each.prefix].manifests
         through = [fmt.parse_generation(key[len(each.prefix) :]) for key in manifests]

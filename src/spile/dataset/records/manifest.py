@@ -88,9 +88,13 @@ class Derived:
         return {key: each for key, each in keys.items() if exists(self._objects, key)}
 
     def manifest_keys(self) -> set[str]:
-        """Return the keys of all manifests that exist."""
+        """Return the keys of all manifests that exist, even if they are no files."""
         found = {k for k in self._objects.list(fmt.GENERATIONS) if k.endswith(fmt.MANIFEST)}
-        return found | ({fmt.MANIFEST} if exists(self._objects, fmt.MANIFEST) else set[str]())
+        try:
+            first = exists(self._objects, fmt.MANIFEST)
+        except CorruptError:  # a pipe, for example
+            first = True
+        return found | ({fmt.MANIFEST} if first else set[str]())
 
     def read_manifest(self, layout: KeyLayout) -> Manifest | None:
         """Return the manifest of a layout's generation."""
