@@ -240,13 +240,18 @@ def test_units_of_taps_added_to_a_compacted_dataset_come_from_the_model(
     assert found.json["repaired"]["units"] == [0]
 
 
-def test_a_pass_gets_the_manifest_that_a_killed_repair_took(out: Path, begun: list[int]) -> None:
+def test_a_repair_of_a_pass_that_was_killed_is_missed_and_ended(
+    out: Path, begun: list[int]
+) -> None:
     assert run("extract", "--out", out, "--add-taps", "mlp_out:0").code == 0
     (each,) = live_passes(Ledger(LocalObjects(out)))
-    each.objects.delete(fmt.MANIFEST)
+    for key in (fmt.MANIFEST, each.ledger.layout.done_key(1)):
+        each.objects.move(key, f"{fmt.DAMAGED}0123456789ab/{key}")
     assert "mlp_out.0" not in spile.open(out).taps
+    found = run("verify", out)
+    assert (found.code, found.out.count("was moved aside by a repair")) == (3, 2), found.out
     begun.clear()
-    assert (repaired(out).code, begun) == (0, [])
+    assert (repaired(out).code, begun) == (0, [1])
     assert "mlp_out.0" in spile.open(out).taps
 
 

@@ -398,7 +398,20 @@ class Run:
         for one, other in (ran, ran[::-1]) if len(ran) > 1 else ():
             if one.op.kind in ONTO and one.outcome == "ok" and other.op.place in one.op.of:
                 found += self._meanwhile(one.op, other, before)
+            if one.op.kind == "copy" and one.outcome == "refused":
+                found += [(lo, self._begun(one.op, hi, before)) for lo, hi in found]
         return found
+
+    def _begun(
+        self, op: Op, world: dict[str, Content | None], before: Mapping[str, Content | None]
+    ) -> dict[str, Content | None]:
+        """A place with the records of passes that a copy created before it saw another's."""
+        source, now = before[op.of[0]], world[op.place]
+        if source is None or now is None:
+            return world
+        there = {each.taps for each in now.added}
+        begun = {replace(each, through=-1) for each in source.added if each.taps not in there}
+        return {**world, op.place: replace(now, added=now.added | begun)}
 
     def _meanwhile(
         self, op: Op, other: _Running, before: Mapping[str, Content | None]

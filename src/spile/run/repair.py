@@ -43,8 +43,7 @@ def repair(
 ) -> Repaired:
     """Make units again that an audit found damaged or missing, of the dataset and of its passes.
 
-    A pass without a fault is left as it is, even if it is not finished. If all its units are done,
-    it gets the manifest that a killed process did not create.
+    A pass without a fault is left as it is, even if it is not finished.
 
     Args:
         recipe: names model and corpus, if they have moved.
@@ -73,8 +72,6 @@ def repair(
             repaired.passes[name] = drop_damaged(damaged)
         elif not found.ok:
             repaired.passes[name] = repaired_as(Repair(found, damaged.ledger))
-        elif not partial and found.units_done == found.units:
-            damaged.ledger.complete(damaged.ledger.table())
     return repaired
 
 

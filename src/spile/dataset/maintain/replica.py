@@ -136,6 +136,8 @@ def replicate(
     check_creates_once(dest)
     count, copier = _Count(), FileCopier(dest)
     dropped, places = _passes(own)
+    # (What the destination has dropped stays dropped, and what it has left of it does not matter.)
+    places = [each for each in places if not exists(dest, each.prefix + fmt.DROPPED)]
     # Read these before the units: a manifest that is written later may name units not copied.
     beside = {ledger.prefix: _beside_of(source, ledger, table) for ledger in places}
     copied = Ledger(dest)

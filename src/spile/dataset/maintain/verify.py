@@ -426,6 +426,8 @@ def _check_records(
     if complete and newest not in present and not partial:
         report.faults.append(f"{newest}: is missing; the same `spile extract` makes it")
         report.beside.append(newest)
+    if ledger.of_pass and newest not in present:
+        report.faults += _set_aside(ledger, table, report)
     by_channel = any(info.scaled_by == "channel" for info in table.taps.values())
     for key in (fmt.MODEL, *([fmt.SCALES] if by_channel else [])):
         if report.units_done and key not in present:
@@ -440,6 +442,19 @@ def _check_records(
     report.orphans = sorted(
         key for key in report.orphans if key not in named and not key.startswith(unsettled)
     )
+
+
+def _set_aside(ledger: Ledger, table: Table, report: Report) -> list[str]:
+    """Return as faults what a repair of a pass has moved aside, and not made again.
+
+    A pass may be unfinished, but it was finished before that repair.
+    """
+    gone = {table.layout.manifest_key, *map(table.layout.done_key, report.missing)}
+    aside = {key.split("/", 2)[-1] for key in ledger.objects.list(fmt.DAMAGED)}
+    return [
+        f"{key}: was moved aside by a repair that has not ended; `spile verify --repair` ends it"
+        for key in sorted(gone & aside)
+    ]
 
 
 def _check_tokenizer(ledger: Ledger, table: Table, report: Report) -> None:
