@@ -405,13 +405,15 @@ class Run:
     def _begun(
         self, op: Op, world: dict[str, Content | None], before: Mapping[str, Content | None]
     ) -> dict[str, Content | None]:
-        """A place with the records of passes that a copy created before it saw another's."""
+        """A place with the records that a copy created before it saw another's pass."""
         source, now = before[op.of[0]], world[op.place]
         if source is None or now is None:
             return world
         there = {each.taps for each in now.added}
         begun = {replace(each, through=-1) for each in source.added if each.taps not in there}
-        return {**world, op.place: replace(now, added=now.added | begun)}
+        longer = max(now, source, key=lambda each: each.last)
+        generations = {"generations": longer.generations, "limits": longer.limits}
+        return {**world, op.place: replace(now, added=now.added | begun, **generations)}
 
     def _meanwhile(
         self, op: Op, other: _Running, before: Mapping[str, Content | None]
