@@ -17,7 +17,7 @@ from simulator import documents
 from simulator.contents import Content, found_in
 from simulator.documents import Doc, Rules, TapRule
 from simulator.store import Bucket
-from spile.core.errors import SpileError
+from spile.core.errors import CorruptError, SpileError
 from spile.core.index import INDEX_DTYPE
 from spile.core.system import System, using
 from spile.dataset.maintain.verify import Report, verify
@@ -115,6 +115,13 @@ class Places:
             if "verify calls it sound" in str(error):
                 raise
             return True
+        with self.look():
+            try:
+                read(place)
+            except CorruptError:
+                return not self.audit(place, partial=True).ok
+            except SpileError:
+                return False
         return False
 
     def _wrong(self, place: str, why: str) -> Violation:
