@@ -125,3 +125,14 @@ def _anchors(page: Path) -> set[str]:
     lines = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     words = (re.sub(r"[^\w\- ]", "", line.lower()).strip() for line in lines)
     return {re.sub(r"\s", "-", word) for word in words}
+
+
+def test_the_comparison_says_what_engines_and_trainers_do_better() -> None:
+    text = (ROOT / "docs" / "comparison.md").read_text()
+    table = text.split("| tool | does better | Spile does better |")[1].split("\n\n")[0]
+    rows = [line.split("|")[1:4] for line in table.splitlines() if line.startswith("| ")]
+    known = " ".join(tool for tool, _, _ in rows)
+    for tool in ("vLLM's hidden-state extraction", "vllm-lens", "vLLM-Hook", "speculators",
+                 "DeepSpec", "circuit-tracer", "Llamascopium's trainer"):  # fmt: skip
+        assert tool in known
+    assert all(theirs.strip() and ours.strip() for _, theirs, ours in rows)
