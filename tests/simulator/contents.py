@@ -327,7 +327,7 @@ def _copied(source: Content, now: Content | None) -> Content:
     dropped = source.dropped | now.dropped
     there = {each.taps: each for each in now.added if each.name not in dropped}
     for each in source.added:
-        if any(_of_other_pass(each, other) for other in there.values()):
+        if each.name not in dropped and any(_of_other_pass(each, o) for o in there.values()):
             raise Refused("the copy has such taps from another pass")
     for each in source.added:
         had = there.get(each.taps)
