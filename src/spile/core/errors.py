@@ -12,8 +12,8 @@ from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 
 _LONGEST = 5000  # characters of a message
-# A command as it is typed, which stays; or a flag, and its value if that is quoted, is a number, is
-# an example, or stands before a colon or before what is said of it.
+# Matches a command in backquotes, which stays as it is; or a flag with its value. A word after a
+# flag is its value if it is quoted, a number or part of an example, or if a colon or verb follows.
 _FLAG = re.compile(
     r"`[^`]*`"
     r"|(?P<example>e\.g\. |write )?(?<![\w-])--(?P<name>[a-z][a-z-]*[a-z])(?![\w-])"

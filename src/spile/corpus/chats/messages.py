@@ -38,7 +38,7 @@ _ROLES = {  # names of roles that chat templates do not know
     "function_response": "tool",
 }
 _CALL = "function_call"  # ShareGPT's role of a message that is one call, or a list of them
-# The keys that make a list of objects a chat: the speaker, and what is said.
+# The keys that make a list of objects a chat: those of the speaker, and those of the text.
 _SPELLINGS = (({"role"}, {"content", "tool_calls"}), ({"from"}, {"value"}))
 
 
