@@ -87,8 +87,7 @@ def test_it_reads_the_taps_of_passes(tmp_path: Path) -> None:
 def test_it_reads_a_dataset_as_it_was_where_a_pass_lacks_later_units(tmp_path: Path) -> None:
     made = stored.build(tmp_path / "acts", grown=(3,))
     added, rows = stored.add_pass(made, {"z.0": 4}, commit=range(3))
-    base = added.table_over(made.ledger.table().at(0))
-    assert base and added.ledger.complete(base)
+    stored.complete_before_growth(added)
     read = PageReader(made.path)
     assert [unit["unit"] for unit in read.units] == [0, 1, 2]
     np.testing.assert_array_equal(read.all_rows()["z.0"], rows["z.0"][: made.starts[3]])

@@ -1,14 +1,18 @@
-"""How a run handles signals."""
+"""How a run handles signals, and documents that come while it adds taps."""
 
 import signal
 import threading
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from spile.core.config import Runtime
+from spile.core.errors import StoreError
 from spile.run import extract as running
-from spile.run.extract import stop_on_signal
+from spile.run.extract import has_grown, outcome_of, stop_on_signal
+from support import stored
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -57,3 +61,16 @@ def test_signals_are_the_main_threads_own() -> None:
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+def test_taps_are_not_complete_while_documents_are_being_added(tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "acts", grown=(3,), commit=range(4))
+    added, _ = stored.add_pass(made, {"z.0": 4}, commit=range(3))
+    begun = added.table_over(made.ledger.table().at(0))
+    assert begun and not added.ledger.complete(begun)
+    outcome = outcome_of(added.ledger, begun, cast(Any, None), Runtime())
+    assert outcome.complete
+    with pytest.raises(StoreError, match="documents are being added there, which these taps lack"):
+        has_grown(added.ledger, outcome)
+    assert made.ledger.commit(made.attempt(4)) and made.ledger.complete(made.table)
+    assert has_grown(added.ledger, outcome)

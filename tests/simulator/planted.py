@@ -15,6 +15,7 @@ from spile.dataset.format import Done
 from spile.dataset.maintain import assemble, replica
 from spile.dataset.read.order import Order
 from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.passes import Pass
 from spile.dataset.records.table import Table
 from spile.plan import resolve
 from spile.run.extract import Extraction
@@ -56,7 +57,10 @@ FAULTS: Mapping[int, tuple[Patch, ...]] = {
     2: ((resolve, "in_stored_order", _every_new_file),),
     3: ((replica, "_BEFORE_UNITS", _EARLY), *_BELIEVED),
     5: ((replica, "_passes", _no_drops), (replica, "_refuse_same_taps", lambda *_: None)),
-    7: ((Extraction, "has_more_units", lambda *_: False),),
+    7: (
+        (Extraction, "has_more_units", lambda *_: False),
+        (Pass, "lacks_generation", lambda *_: False),
+    ),
     13: ((Order, "identity", property(lambda order: {})),),
 }
 

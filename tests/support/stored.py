@@ -640,6 +640,15 @@ def add_pass(
     return added, rows
 
 
+def complete_before_growth(added: Pass) -> None:
+    """Create the manifest of a pass as if its dataset had not grown yet."""
+    dataset, key = added.dataset.objects, fmt.generation_key(1)
+    record = dataset.get(key)
+    dataset.delete(key)
+    assert added.ledger.complete(added.ledger.table())
+    dataset.create(key, record)
+
+
 def write_added(
     made: Stored,
     added: Pass,

@@ -217,22 +217,10 @@ class Extraction(RunContext):
 
     def has_more_units(self, outcome: Outcome) -> bool:
         """Return whether the dataset has grown while taps were added, so that they lack units."""
-        if not self.world.leads or not self.ledger.of_pass or not outcome.complete:
+        if not self.world.leads or not has_grown(self.ledger, outcome):
             return False
-        dataset = self.ledger.of_pass.dataset
-        newest = dataset.table()
-        if len(newest.units) == outcome.units_total:
-            return False
-        if dataset.derived.read_manifest(newest.layout) is None:
-            raise StoreError(
-                f"{self.ledger.url}: documents are being added there, which these taps lack; run "
-                "the same command again after that"
-            )
         if self.world.processes > 1:  # (what joined processes share has one name a run)
-            raise StoreError(
-                f"{self.ledger.url}: documents were added meanwhile, which these taps lack; run "
-                "the same command again"
-            )
+            raise documents_were_added(self.ledger)
         return True
 
     def work(self, parts: Assembly) -> None:
@@ -332,6 +320,34 @@ def _tell_passes_behind(ledger: Ledger, table: Table) -> None:
                 "%s lack the new documents; the dataset is read without those until you run "
                 "spile extract --out %s --add-taps %s", taps, ledger.url, taps,
             )  # fmt: skip
+
+
+def has_grown(ledger: Ledger, outcome: Outcome) -> bool:
+    """Return whether a dataset has grown while taps were added to it, so that they lack units.
+
+    Raises:
+        StoreError: if not all of the new units are done.
+    """
+    if not ledger.of_pass or not outcome.complete:
+        return False
+    dataset = ledger.of_pass.dataset
+    newest = dataset.table()
+    if len(newest.units) == outcome.units_total:
+        return False
+    if dataset.derived.read_manifest(newest.layout) is None:
+        raise StoreError(
+            f"{ledger.url}: documents are being added there, which these taps lack; run the same "
+            "command again after that"
+        )
+    return True
+
+
+def documents_were_added(ledger: Ledger) -> StoreError:
+    """Return the error of a run that cannot continue with the new units."""
+    return StoreError(
+        f"{ledger.url}: documents were added meanwhile, which these taps lack; run the same "
+        "command again"
+    )
 
 
 def outcome_of(ledger: Ledger, table: Table, cost: Estimate, runtime: Runtime) -> Outcome:

@@ -75,6 +75,18 @@ def test_until_a_pass_is_complete_the_dataset_reads_as_before(tmp_path: Path) ->
     assert added.ledger.derived.read_manifest(added.ledger.layout) is None
 
 
+def test_taps_that_lack_documents_when_they_are_done_hide_none(tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "acts", grown=(3,))  # (which grew after its taps were begun)
+    added, rows = stored.add_pass(made, {"z.0": 4}, commit=range(3))
+    begun = added.table_over(made.ledger.table().at(0))
+    assert begun and not added.ledger.complete(begun)
+    assert len(spile.open(made.path)) == len(made.index)
+    for unit in (3, 4):
+        assert added.ledger.commit(stored.write_added(made, added, unit, rows))
+    assert added.ledger.complete(added.ledger.table())
+    np.testing.assert_array_equal(all_rows(spile.open(made.path))["z.0"], rows["z.0"])
+
+
 def test_a_reader_is_not_disturbed_by_a_pass_that_grows(tmp_path: Path) -> None:
     made = stored.copied(tmp_path / "acts")
     reader = spile.open(made.path)

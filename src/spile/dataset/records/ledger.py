@@ -465,7 +465,8 @@ class Ledger:
         """Create the manifest if every unit is done; return whether they are.
 
         A dataset without any row gets no manifest: it is useless to readers, and another recipe may
-        replace it.
+        replace it. A pass without a manifest gets none, and False is returned, if the dataset has
+        a later generation than `table`.
 
         Args:
             patient: if the last unit was committed by another worker, leave the manifest to that
@@ -491,8 +492,10 @@ class Ledger:
             return False
         steps = [self._complete_earlier, self._create_manifest]
         if self.of_pass and not exists(self.objects, fmt.manifest_key(0)):
-            # Taps that are new to a grown dataset get the newest first: with only an earlier one,
-            # readers would lose the documents that came later.
+            # With only an earlier manifest, readers would lose the documents that came later. So
+            # taps that are new get the newest first, and none if more units are to come.
+            if self.of_pass.lacks_generation(table):
+                return False
             steps.reverse()
         for step in steps:
             step(table)

@@ -146,6 +146,10 @@ class Pass:
         made, wanted = _identity(done), _identity(base)
         return next((name for name in made if made[name] != wanted[name]), None)
 
+    def lacks_generation(self, table: Table) -> bool:
+        """Return whether the dataset has a later generation than a table, complete or not."""
+        return exists(self.dataset.objects, fmt.generation_key(len(table.generations) + 1))
+
     @property
     def bytes(self) -> int:
         """The bytes of all its files, as they are listed."""

@@ -27,7 +27,13 @@ from spile.metrics import Counters
 from spile.objects import open_objects
 from spile.plan.estimate import Budget, Estimate
 from spile.plan.passes import opened_for
-from spile.run.extract import Outcome, outcome_of, stop_on_signal
+from spile.run.extract import (
+    Outcome,
+    documents_were_added,
+    has_grown,
+    outcome_of,
+    stop_on_signal,
+)
 from spile.run.world.rank import ABORTED
 
 _log = logging.getLogger("spile.fleet")
@@ -150,7 +156,10 @@ class _Pool:
             self._placements.close()
         assert self._table and self._cost
         self._ledger.complete(self._table)
-        return outcome_of(self._ledger, self._table, self._cost, self._runtime)
+        outcome = outcome_of(self._ledger, self._table, self._cost, self._runtime)
+        if has_grown(self._ledger, outcome):
+            raise documents_were_added(self._ledger)
+        return outcome
 
     def _finished(self) -> bool:
         if self._table is None or self._cost is None:
