@@ -36,11 +36,14 @@ class Added:
     Attributes:
         through: the newest generation that they are complete for; -1: none.
         name: that of the pass, if it was found.
+        lacks: earlier generations without a manifest. The newest gets its own first, so a killed
+            command leaves some; it creates them when it runs again.
     """
 
     taps: frozenset[TapRule]
     through: int
     name: str = field(default="", compare=False)
+    lacks: frozenset[int] = field(default=frozenset(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,8 @@ class Content:
         """The documents and the taps that readers get."""
         if self.opened < 0:
             return (), frozenset()
-        whole = [each.taps for each in self.added if each.through >= self.opened]
+        there = [e for e in self.added if e.through >= self.opened and self.opened not in e.lacks]
+        whole = [each.taps for each in there]
         return self.docs(self.opened), self.taps.union(*whole)
 
     @property
@@ -492,14 +496,7 @@ def found_in(reader: PageReader | None, grows: Path) -> Content | None:
     if not whole and len(reader.done(range(reader.counts[0]))) == reader.counts[0]:
         whole = [0]
     done = tuple(f"{each.prefix}done/" for each in (reader, *reader.live))
-    passes = [
-        Added(
-            _taps_of(each),
-            max((n for n in range(len(reader.counts)) if each.has_manifest(n)), default=-1),
-            each.name,
-        )
-        for each in reader.live
-    ]
+    passes = [_added_of(each, len(reader.counts)) for each in reader.live]
     return Content(
         rules=_rules_of(recipe),
         taps=_taps_of(reader),
@@ -517,6 +514,13 @@ def found_in(reader: PageReader | None, grows: Path) -> Content | None:
 
 
 _DROPPED = "/dropped.json"
+
+
+def _added_of(part: PageReader, generations: int) -> Added:
+    there = {number for number in range(generations) if part.has_manifest(number)}
+    through = max(there, default=-1)
+    lacks = frozenset(range(through + 1)) - there
+    return Added(_taps_of(part), through, part.name, lacks)
 
 
 def _rules_of(recipe: Mapping[str, Any]) -> Rules:

@@ -409,11 +409,14 @@ class Run:
         source, now = before[op.of[0]], world[op.place]
         if source is None or now is None:
             return world
-        there = {each.taps for each in now.added}
+        kept = {each for each in now.added if each.name not in source.dropped}
+        there = {each.taps for each in kept}
         begun = {replace(each, through=-1) for each in source.added if each.taps not in there}
         longer = max(now, source, key=lambda each: each.last)
         generations = {"generations": longer.generations, "limits": longer.limits}
-        return {**world, op.place: replace(now, added=now.added | begun, **generations)}
+        dropped = now.dropped | source.dropped
+        made = replace(now, added=frozenset(kept | begun), dropped=dropped, **generations)
+        return {**world, op.place: made}
 
     def _meanwhile(
         self, op: Op, other: _Running, before: Mapping[str, Content | None]

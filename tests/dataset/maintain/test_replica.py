@@ -244,6 +244,29 @@ def test_taps_are_not_copied_beside_growth_that_they_lack(tmp_path: Path) -> Non
     assert contents(grown.objects) == before
 
 
+class GrowingOtherwise(LocalObjects):
+    """A store where another process creates a generation just before a copy would."""
+
+    def create(self, key: str, data: bytes) -> bool:
+        if key == fmt.generation_key(1):
+            super().create(key, b"of other documents")
+        return super().create(key, data)
+
+
+def test_a_copy_that_another_growth_overtakes_drops_no_taps(tmp_path: Path) -> None:
+    grown = stored.build(tmp_path / "out", grown=(3,))
+    made = dataclasses.replace(grown, path=tmp_path / "dest", table=grown.table.at(0))
+    replicate(grown.objects, made.objects)
+    later = [made.ledger.layout.done_key(unit) for unit in (3, 4)]
+    for key in (*made.listed(fmt.GENERATIONS), *later):
+        made.objects.delete(key)
+    added, _ = stored.add_pass(made, {"q.0": 4})
+    grown.objects.create(added.prefix + fmt.DROPPED, fmt.encode_record("dropped", {}))
+    with pytest.raises(ConfigError, match="holds another dataset, or an older state of this one"):
+        replicate(grown.objects, GrowingOtherwise(made.path))
+    assert not added.is_dropped
+
+
 class Completing(LocalObjects):
     """A dataset whose last unit is committed when its manifest is asked for."""
 

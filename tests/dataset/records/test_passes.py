@@ -87,6 +87,18 @@ def test_taps_that_lack_documents_when_they_are_done_hide_none(tmp_path: Path) -
     np.testing.assert_array_equal(all_rows(spile.open(made.path))["z.0"], rows["z.0"])
 
 
+def test_taps_are_read_at_an_earlier_generation_by_its_manifest(tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "acts", grown=(3,))
+    whole, _ = stored.add_pass(made, {"z.0": 4})
+    whole.objects.delete(fmt.manifest_key(0))  # (its process ended before it created this one)
+    assert {*spile.open(made.path).taps} == {*made.rows, "z.0"}
+    behind, _ = stored.add_pass(made, {"z.1": 4}, commit=range(3))
+    stored.complete_before_growth(behind)
+    assert {*spile.open(made.path).taps} == {*made.rows, "z.1"}
+    assert whole.ledger.complete(whole.ledger.table())
+    assert {*spile.open(made.path).taps} == {*made.rows, "z.0", "z.1"}
+
+
 def test_a_reader_is_not_disturbed_by_a_pass_that_grows(tmp_path: Path) -> None:
     made = stored.copied(tmp_path / "acts")
     reader = spile.open(made.path)

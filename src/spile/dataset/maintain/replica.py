@@ -152,9 +152,12 @@ def replicate(
         for ledger in (places if begun else ())
         for key in _there(source, dest, ledger, table, beside[ledger.prefix].before_units.records)
     }
+    # The table and its generations first: if the destination has just grown by other documents, the
+    # copy ends here, before it has dropped or added a tap there.
+    _copy_beside(source, dest, own, beside[own.prefix].before_units, count)
     for key in dropped:
         _create(dest, key, source.get(key), count)
-    for ledger in places:
+    for ledger in places[1:]:
         _copy_beside(source, dest, ledger, beside[ledger.prefix].before_units, count)
     _refuse_same_taps(copied, table, live, dropped)  # (another process may have begun one)
     groups = [(ledger, group) for ledger in places for group in _groups(source, ledger.prefix)]
