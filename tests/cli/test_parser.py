@@ -3,6 +3,8 @@
 import argparse
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -72,6 +74,32 @@ def test_a_bad_command_line_is_one_line_and_code_2(
     told = capsys.readouterr().err
     assert told.startswith("spile: ") and told.count("\n") == 1
     assert "--help`)" in told
+
+
+def test_an_interrupt_that_a_callback_swallows_prints_no_traceback() -> None:
+    script = """
+import signal, weakref
+from spile import cli
+class Value: pass
+def verb(arguments):
+    value = Value()
+    weakref.finalize(value, lambda: 1 / 0)
+    seen = weakref.ref(value, lambda _: signal.raise_signal(signal.SIGINT))
+    del value
+    if arguments.stop.is_set():
+        raise KeyboardInterrupt
+parse = cli.parser._parse
+def parsed(*given):
+    found = parse(["ls", "x"], *given[1:])
+    found.verb = verb
+    return found
+cli.parser._parse = parsed
+cli.main([])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 130
+    assert "KeyboardInterrupt" not in done.stderr
+    assert "ZeroDivisionError" in done.stderr, "other errors are shown"
 
 
 @pytest.mark.parametrize(

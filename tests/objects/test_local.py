@@ -389,6 +389,15 @@ def test_what_others_have_created_beside_a_key_is_made_durable(
     assert synced == [("sync", str(local.root)), ("sync", str(local.root / "done"))]
 
 
+def test_a_record_that_exists_is_made_durable_whoever_created_it(
+    local: LocalObjects, events: list[tuple[str, str, int]]
+) -> None:
+    local.create("done/1.json", b"x")  # (its creator may have been killed before the sync)
+    events.clear()
+    assert not local.create("done/1.json", b"y")
+    assert ("sync", str(local.root / "done")) in [event[:2] for event in events]
+
+
 def test_few_of_many_folders_are_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

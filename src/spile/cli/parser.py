@@ -83,6 +83,7 @@ def make_parser(given: str | None = None) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `spile`."""
+    sys.unraisablehook = _show_unraisable
     code = run(sys.argv[1:] if argv is None else argv)
     if os.environ.get("SPILE_WORLD_CHILD"):
         # At exit, jax would wait even for processes that have failed.
@@ -131,6 +132,15 @@ def _run(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str], given: argparse.Namespace | None = None) -> argparse.Namespace:
     return make_parser(argv[0] if argv else "").parse_args(argv, given or argparse.Namespace())
+
+
+def _show_unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Show errors that Python cannot raise, such as those of callbacks at a garbage collection.
+
+    An interrupt in such a callback has set the flag, which ends the command without a traceback.
+    """
+    if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
 
 
 def _say(error: SpileError, argv: Sequence[str]) -> None:

@@ -110,31 +110,32 @@ class LocalObjects:
     def create(self, key: str, data: bytes) -> bool:
         path = self._path(key)
         temporary = path.with_name(f"{path.name}{_TEMPORARY}{uuid.uuid4().hex[:12]}")
-        made: bool | None = False  # None: unknown
+        is_there: bool | None = False  # None: unknown
         try:
             with self._open_new(temporary) as file:
                 _write_all(file, data)
                 os.fsync(file.fileno())
-            made = None
+            is_there = None
+            created = True
             try:
                 os.link(temporary, path)
-                made = True
             except FileExistsError:
-                return False
+                created = False
             except FileNotFoundError:
                 # `gc` has removed our temporary file, which it does only if the key exists already.
-                if path.exists():
-                    return False
-                raise
-            sync(path.parent)
-            return True
+                if not path.exists():
+                    raise
+                created = False
+            is_there = True
+            sync(path.parent)  # of others' records, too: whoever created it may have been killed
+            return created
         except OSError as error:
-            if made is None and error.errno in _NO_LINKS:
+            if is_there is None and error.errno in _NO_LINKS:
                 raise NotCreatedError(
                     f"{self.url} does not support hard links, which exclusive commits need; "
                     "use a local file system for --out"
                 ) from error
-            absent = made is False or (made is None and error.errno in _REFUSED)
+            absent = is_there is False or (is_there is None and error.errno in _REFUSED)
             kind = NotCreatedError if absent else StoreError
             raise _disk_error("creating", path, error, kind) from error
         finally:

@@ -82,6 +82,8 @@ class Objects(Protocol):
     def create(self, key: str, data: bytes) -> bool:
         """Create the record durably; return False, changing nothing, if the key exists.
 
+        The existing record is durable, too, whoever created it.
+
         Raises:
             NotCreatedError: if it certainly was not created.
             StoreError: if it may have been, or may yet be.

@@ -476,6 +476,7 @@ class Ledger:
             return False
         layout, manifest = table.layout, table.layout.manifest_key
         if self._has_manifest(table):
+            settle(self.objects, manifest)
             if self.of_pass:
                 self._complete_earlier(table)  # (a process may have ended between them)
             return True
