@@ -267,6 +267,29 @@ def test_a_copy_that_another_growth_overtakes_drops_no_taps(tmp_path: Path) -> N
     assert not added.is_dropped
 
 
+class Manifests(LocalObjects):
+    """A store that notes which manifests are created, in their order."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.created: list[str] = []
+
+    def create(self, key: str, data: bytes) -> bool:
+        self.created += [key] if key.endswith(fmt.MANIFEST) else []
+        return super().create(key, data)
+
+
+def test_copied_taps_hide_no_documents_while_their_manifests_come(tmp_path: Path) -> None:
+    units = ((5,), (4,), (3, 2), (6,), (2,), (3,))
+    made = stored.build(tmp_path / "out", units, grown=(2, 4))
+    added, _ = stored.add_pass(made, {"q.0": 4})
+    dest = Manifests(tmp_path / "dest")
+    replicate(made.objects, dest)
+    numbers = [fmt.manifest_key(number) for number in range(3)]
+    assert dest.created == [*(added.prefix + numbers[n] for n in (2, 0, 1)), *numbers]
+    assert verify(dest).ok
+
+
 class Completing(LocalObjects):
     """A dataset whose last unit is committed when its manifest is asked for."""
 

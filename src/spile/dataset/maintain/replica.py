@@ -420,7 +420,6 @@ def _copy_beside(
 ) -> None:
     """Copy files first, then the records that name them, in the order in which they are made."""
     place = ledger.prefix
-    last = [place + name for name in (fmt.MANIFEST, *fmt.SIGNATURES)]
     parallel = max(source.parallel, dest.parallel)
 
     def copy(key: str) -> None:
@@ -436,7 +435,13 @@ def _copy_beside(
     deque(mapped(copy, beside.files, parallel), maxlen=0)
     # The table before its generations, those by number; manifests and signatures after the rest.
     first = [place + name for name in (fmt.UNITS, fmt.PASS)]
-    generations = sorted(key for key in beside.records if key.startswith(place + fmt.GENERATIONS))
+    numbers = {key: fmt.parse_generation(key[len(place) :]) for key in sorted(beside.records)}
+    manifests = sorted((k for k in numbers if k.endswith(fmt.MANIFEST)), key=numbers.__getitem__)
+    generations = [key for key, n in numbers.items() if n and key not in manifests]
+    if ledger.of_pass:
+        # With only an earlier manifest of new taps, readers would lose the documents since then.
+        manifests = [*manifests[-1:], *manifests[:-1]]
+    last = [*manifests, *(place + name for name in fmt.SIGNATURES)]
     ordered = [*first, *generations, *last]
     deque(mapped(write, [key for key in beside.records if key not in ordered], parallel), maxlen=0)
     for key in ordered:
