@@ -267,6 +267,34 @@ def test_a_copy_that_another_growth_overtakes_drops_no_taps(tmp_path: Path) -> N
     assert not added.is_dropped
 
 
+class Beginning(LocalObjects):
+    """A dataset whose first unit is done just after its weights' hashes were looked for."""
+
+    def __init__(self, made: stored.Stored) -> None:
+        super().__init__(made.path)
+        self._begin = [made]
+        self._hashes = super().get(fmt.MODEL)
+        self.delete(fmt.MODEL)
+
+    def get(self, key: str) -> bytes:
+        try:
+            return super().get(key)
+        finally:
+            if key == fmt.MODEL and self._begin:
+                self.create(fmt.MODEL, self._hashes)
+                made = self._begin.pop()
+                assert made.ledger.commit(made.attempt(0))
+
+
+def test_units_are_copied_with_the_hashes_of_their_weights(tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "out", commit=())
+    dest = LocalObjects(tmp_path / "dest")
+    assert replicate(Beginning(made), dest).units == 0
+    assert verify(dest, partial=True).ok
+    assert replicate(made.objects, dest).units == 1
+    assert contents(dest) == contents(made.objects)
+
+
 class Manifests(LocalObjects):
     """A store that notes which manifests are created, in their order."""
 

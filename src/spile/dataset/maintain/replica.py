@@ -160,7 +160,8 @@ def replicate(
     for ledger in places[1:]:
         _copy_beside(source, dest, ledger, beside[ledger.prefix].before_units, count)
     _refuse_same_taps(copied, table, live, dropped)  # (another process may have begun one)
-    groups = [(ledger, group) for ledger in places for group in _groups(source, ledger.prefix)]
+    started = [each for each in places if _had_begun(each, table, beside[each.prefix])]
+    groups = [(each, group) for each in started for group in _groups(source, each.prefix)]
     units = (
         unit
         for ledger, group in groups
@@ -252,6 +253,19 @@ def _refuse_hiding(
                 f"would lose those; add the same documents to {each.dataset.url} and finish "
                 f"--add-taps there, or add the taps to {copied.url} itself"
             )
+
+
+def _had_begun(ledger: Ledger, base: Table, beside: _Beside) -> bool:
+    """Return whether units may have been done when the records beside them were read.
+
+    The hashes of the weights, and scales, are recorded before the first unit is. If they were not
+    there, the units that are there now are left for the next copy, which finds both.
+    """
+    table = _table_of(ledger, base)
+    scaled = table and any(info.scaled_by == "channel" for info in table.taps.values())
+    wanted = [fmt.MODEL, fmt.SCALES] if scaled else [fmt.MODEL]
+    there = all(ledger.prefix + name in beside.records for name in wanted)
+    return there or bool(beside.manifests)  # (of a whole dataset they are damaged)
 
 
 def _groups(source: Objects, place: str) -> list[str]:
