@@ -17,7 +17,7 @@ from protocol.checker import Broken, replaced
 from protocol.copying import Merge
 from protocol.maintaining import Repair
 from protocol.operations import BEGIN, At, Operation, Step, World, Write
-from protocol.places import STRAY, Attempt, Place, Rules, Store
+from protocol.places import HIDDEN, STRAY, Attempt, Place, Rules, Store
 
 _DURABLE = ("file", "mark")  # kinds that nobody creates with a condition
 
@@ -87,7 +87,7 @@ class Combination:
                 continue
             for step in operation.step(world, at):
                 said = f"{operation.name}: {step.said}"
-                if (why := self._forbidden(step)) is not None:
+                if (why := self._forbidden(world, step)) is not None:
                     raise Broken(said, None, why)
                 yield said, None, self._after(state, who, step.at, step.write)
                 if len(state.late) < self.late and _is_request(world, step.write):
@@ -102,7 +102,11 @@ class Combination:
             after = self._stored(gone, there)
             yield f"a late request takes effect at {place}: {key}", None, self._tidied(after)
 
-    def _forbidden(self, step: Step) -> str | None:
+    def _forbidden(self, world: World, step: Step) -> str | None:
+        if HIDDEN not in self.tolerated and step.write is not None:
+            place, key, value = step.write
+            if world.stores[place].hides(key, value):
+                return HIDDEN
         if step.broken is not None and step.broken not in self.tolerated:
             return step.broken
         if step.refused is not None and step.refused not in self.allowed:

@@ -9,6 +9,7 @@ from protocol.operations import (
     CHANGED,
     DAMAGED_SOURCE,
     FILES_GONE,
+    HIDING,
     MISSING,
     NO_GENERATION,
     NO_TABLE,
@@ -30,6 +31,7 @@ from protocol.places import TABLE, WHOLE, Done, Key, Rules, Store, Table, belong
 
 FUNCTIONS = (
     "spile.dataset.maintain.replica:replicate",
+    "spile.dataset.maintain.replica:_refuse_hiding",
     "spile.dataset.maintain.assemble:merge",
     "spile.dataset.maintain.assemble:copy_part",
     "spile.dataset.maintain.copy:FileCopier.copy",
@@ -45,8 +47,8 @@ Item = tuple[Any, ...]
 class _Left(NamedTuple):
     """What a whole copy has to do yet."""
 
-    # ("compare",), ("put", key, value), ("look", *passes), ("units", folder), or
-    # ("unit", folder, number)
+    # ("compare",), ("put", key, value), ("look", *passes), ("hide", *manifests of passes),
+    # ("units", folder), or ("unit", folder, number)
     plan: tuple[Item, ...]
     drops: tuple[str, ...]  # passes that were dropped in the source when it was read
     strays: bool  # whether there were records and no table
@@ -108,6 +110,10 @@ class Copy:
             if {*world.stores[self.place].live_passes} - {*what}:
                 return refused(OTHER_PASS)
             return Step("finds no other pass with its tap", at._replace(kept=rest))
+        if kind == "hide":
+            if self._hides(world.stores[self.place], at, what):
+                return refused(HIDING)
+            return Step("finds that its taps lack no documents", at._replace(kept=rest))
         if kind == "units":  # a listing
             limit = len(table.rows) if world.rules.copies_known_units else None
             found = [unit for unit in source.done_in(what[0]) if limit is None or unit < limit]
@@ -125,6 +131,22 @@ class Copy:
         step = "file" if world.files and not folder else "record"
         after = At(step, table, unit, None, (done, folder, rest))
         return Step(f"reads the record of unit {unit}", after)
+
+    def _hides(self, store: Store, at: At, manifests: list[Key]) -> bool:
+        """`_refuse_hiding`: whether taps lack documents that the copy has, or is being given."""
+        there, through = store.table, dict[str, int]()
+        if there is None or not there.generations:
+            return False
+        for name, _, number in manifests:
+            through[name] = max(number, through.get(name, 0))
+        kept = [each for each in store.live_passes if each not in at.kept.drops]
+        opened = store.generation_with(kept) or 0
+        if there.newest > at.table.newest:
+            opened = there.newest
+        return any(
+            number < opened and not any(key[:2] == (name, "manifest") for key in store)
+            for name, number in through.items()
+        )
 
     def _compare(self, world: World, at: At) -> Step:
         """`_there`: all units that are there already, before the first write."""
@@ -198,14 +220,20 @@ def _plan(
         gone = drops if rules.copies_drops and rules.copies_drops_first else ()
         looks = ("look", *source.live_passes, *gone)
         first, begun = [looks], [*begun, looks]
-    if begun_there and rules.copies_table_first:
-        first.append(("compare",))
     begun = [*dropped, *begun] if rules.copies_drops_first else begun
     last = [] if rules.copies_drops_first else dropped
     generations = those(*(("", "generation", number) for number in numbers))
     units = [("units", folder) for folder in folders]
     # Those of passes first.
-    manifests = those(*((each, "manifest", n) for each in reversed(folders) for n in numbers))
+    manifests = list[Item]()
+    for each in reversed(folders):
+        own = those(*((each, "manifest", n) for n in numbers))
+        manifests += [*own[-1:], *own[:-1]] if each and rules.passes_newest_first else own
+    if rules.copies_hide_nothing and (of_passes := [item[1] for item in manifests if item[1][0]]):
+        hide = ("hide", *of_passes)
+        first, manifests = [*first, hide], [hide, *manifests]
+    if begun_there and rules.copies_table_first:
+        first = [*first, ("compare",)]
     if rules.copies_table_first:
         return (*first, *those(TABLE), *generations, *begun, *units, *manifests, *last)
     return (*first, *units, *begun, *generations, *manifests, *those(TABLE), *last)

@@ -33,6 +33,7 @@ FUNCTIONS = (
     "spile.dataset.records.passes:Pass.create_table",
     "spile.dataset.records.passes:Pass.refuse",
     "spile.dataset.records.passes:Pass.is_behind",
+    "spile.dataset.records.passes:Pass.lacks_generation",
     "spile.dataset.records.passes:drop_taps",
     "spile.dataset.maintain.verify:verify",
     "spile.dataset.maintain.repair:Repair.condemn",
@@ -106,7 +107,7 @@ class AddTaps:
                     yield Step(said, after._replace(unit=missing[0]))
             case "commit":
                 yield self._commit(store, at)
-            case "seal":
+            case "seal" | "first":
                 yield self._seal(world, store, at)
             case _:
                 raise AssertionError(at.step)
@@ -131,13 +132,19 @@ class AddTaps:
     def _seal(self, world: World, store: Store, at: At) -> Step:
         table, name, newest = at.table, at.kept, store.table
         assert newest is not None
-        if unsealed := store.unsealed(table, name):
-            number = unsealed[0]
+        rules, unsealed = world.rules, store.unsealed(table, name)
+        new = {0, table.newest} <= {*unsealed}
+        if new and at.step == "seal" and rules.passes_look_again:
+            if newest == table:
+                return Step("finds no later generation", at._replace(step="first"))
+        elif unsealed:
+            number = table.newest if new and rules.passes_newest_first else unsealed[0]
             dones = tuple(store.done_in(name).values())[: table.ends[number]]
             made = manifest_of(table._replace(recipe=self.kind), number, dones)
             write = (self.place, (name, "manifest", number), made)
-            return creates(f"its manifest {number}", at, store, write)
-        if newest == table or not world.rules.passes_look_again:
+            after = at._replace(step="seal")
+            return creates(f"its manifest {number}", after, store, write)
+        if newest == table or not rules.passes_look_again:
             return exits(self._broken(store, newest, name))
         if ("", "manifest", newest.newest) not in store:
             return refused(GROWING)

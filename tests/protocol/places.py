@@ -7,7 +7,7 @@ its attempt says which rows the files really hold. The two differ only if someth
 up, and only the model can see that.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ TWICE = "no document comes twice"
 ROWS = "every row is what the table names"
 SOUND = "what verify calls sound is sound"
 TWO_PASSES = "a tap is read from one pass"
+HIDDEN = "readers keep the documents that they had"
 
 
 class Attempt(NamedTuple):
@@ -107,13 +108,18 @@ class Rules:
     copies_drops: bool = True
     copies_drops_first: bool = True
     copies_compare_passes: bool = True
+    # A copy looks, before its first write and before its manifests, whether its taps lack documents
+    # that the destination has, or is being given.
+    copies_hide_nothing: bool = True
     # No document comes twice.
     merges_compare_every_pair: bool = True
     grows_by_identity: bool = True
     # Two complete passes with one tap are damage.
     verify_compares_passes: bool = True
-    # Who adds taps reads the table once more in the end.
+    # Who adds taps reads the table once more in the end, and before the first manifest of the taps.
     passes_look_again: bool = True
+    # Taps that are new to a grown dataset get its newest manifest first, in a copy, too.
+    passes_newest_first: bool = True
 
     def without(self, *names: str) -> "Rules":
         return replace(self, **dict.fromkeys(names, False))
@@ -206,13 +212,24 @@ class Store(dict[Key, Any]):
         there = [(name, "manifest", number) in self for number in range(generation + 1)]
         return any(there[:-1]) and not there[-1]
 
-    @cached_property
-    def read_generation(self) -> int | None:
-        """`_finished`: the generation that readers open; None if the dataset is unfinished."""
+    def generation_with(self, passes: Iterable[str]) -> int | None:
+        """`whole_generation`: the newest that is complete; None if the dataset is unfinished."""
         for number in reversed(self.sealed):
-            if not any(self.is_behind(each, number) for each in self.live_passes):
+            if not any(self.is_behind(each, number) for each in passes):
                 return number
         return None
+
+    @cached_property
+    def read_generation(self) -> int | None:
+        """The generation that readers open."""
+        return self.generation_with(self.live_passes)
+
+    def hides(self, key: Key, value: Any) -> bool:
+        """Return whether readers lose documents once a pass has this manifest."""
+        if key[1] != "manifest" or not key[0] or self.read_generation is None:
+            return False
+        after = Store(frozenset({**self, key: value}.items()), self.rules, self.files)
+        return after.read_generation is None or after.read_generation < self.read_generation
 
     @cached_property
     def reads_whole(self) -> bool:

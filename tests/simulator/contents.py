@@ -24,7 +24,7 @@ from simulator.documents import (
     source_of,
     weights_of,
 )
-from support.plain_reader import Invalid, PageReader
+from support.plain_reader import Invalid, PagePass, PageReader
 
 Units = tuple[tuple[Doc, ...], ...]
 
@@ -516,7 +516,7 @@ def found_in(reader: PageReader | None, grows: Path) -> Content | None:
 _DROPPED = "/dropped.json"
 
 
-def _added_of(part: PageReader, generations: int) -> Added:
+def _added_of(part: PagePass, generations: int) -> Added:
     there = {number for number in range(generations) if part.has_manifest(number)}
     through = max(there, default=-1)
     lacks = frozenset(range(through + 1)) - there
