@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # `as` marks a name as exported
     from spile.dataset.read.aligned import AlignedDatasets as AlignedDatasets
     from spile.dataset.read.aligned import align as align
     from spile.dataset.read.dataset import Dataset as Dataset
+    from spile.dataset.read.direction import Direction as Direction
+    from spile.dataset.read.direction import direction as direction
     from spile.dataset.read.latents import top_rows as top_rows
     from spile.dataset.read.opening import open_dataset
     from spile.interop.export import export as export
@@ -54,6 +56,7 @@ _HOMES = {
     "spile.core.index": "FLAGS",
     "spile.dataset.read.aligned": "AlignedDatasets align",
     "spile.dataset.read.dataset": "Dataset",
+    "spile.dataset.read.direction": "Direction direction",
     "spile.dataset.read.latents": "top_rows",
     "spile.dataset.read.opening": "open=open_dataset",
     "spile.interop.export": "export",

@@ -20,7 +20,7 @@ _MAGIC = b"\x93NUMPY"
 
 
 @dataclass(frozen=True)
-class Direction:
+class UploadedDirection:
     """A vector of length 1."""
 
     name: str
@@ -31,7 +31,7 @@ class Directions:
     """Uploaded directions, in memory; the oldest are dropped first."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[int, Direction] = OrderedDict()
+        self._kept: OrderedDict[int, UploadedDirection] = OrderedDict()
         self._lock = threading.Lock()
         self._next = 1
 
@@ -48,7 +48,7 @@ class Directions:
         shown = "".join(c if c.isprintable() else " " for c in name).strip()[:_MOST_NAME]
         with self._lock:
             number, self._next = self._next, self._next + 1
-            self._kept[number] = Direction(shown or f"direction {number}", values)
+            self._kept[number] = UploadedDirection(shown or f"direction {number}", values)
             while len(self._kept) > _MOST:
                 self._kept.popitem(last=False)
         return number

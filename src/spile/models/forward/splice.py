@@ -37,12 +37,12 @@ At = Callable[[str, Array], Array]  # a site and its values -> the values to con
 
 def replaced(values: Array) -> Change:
     """Replace values by these: [rows, seq, ...], or an array that broadcasts to that."""
-    return Partial(_replace, values)
+    return Partial(_replace, jnp.asarray(values))
 
 
 def added(values: Array) -> Change:
     """Add a vector, or any array that broadcasts (steering)."""
-    return Partial(_add, values)
+    return Partial(_add, jnp.asarray(values))
 
 
 def only(where: Bool[Array, "rows seq"], change: Change) -> Change:
