@@ -338,7 +338,8 @@ def _copied(source: Content, now: Content | None) -> Content:
         if each.name not in dropped and (had is None or each.through > had.through):
             there[each.taps] = each
     ahead = max(source, now, key=lambda each: (each.last, each.through))
-    made = replace(ahead, added=frozenset(there.values()), dropped=dropped)
+    through = max(source.through, now.through)  # (growth of the copy may have begun without it)
+    made = replace(ahead, through=through, added=frozenset(there.values()), dropped=dropped)
     kept = frozenset(each for each in now.added if each.name not in dropped)
     if made.opened < replace(now, added=kept).opened:
         raise Refused("taps of the source lack documents that the copy has")

@@ -201,6 +201,21 @@ def test_a_copy_that_is_refused_changes_nothing(made_alike: bool, tmp_path: Path
     assert contents(other.objects) == before
 
 
+def test_a_pass_that_its_source_has_only_begun_gets_no_taps_twice(tmp_path: Path) -> None:
+    """A refused copy leaves a pass begun; the other copy has it whole."""
+    made, other = stored.build(tmp_path / "out"), LocalObjects(tmp_path / "other")
+    replicate(made.objects, other)
+    whole, _ = stored.add_pass(made, {"q.0": 4})
+    begun = dataclasses.replace(made, path=tmp_path / "other")
+    stored.add_pass(begun, {"q.0": 4}, dtype="float16")
+    for key in (whole.prefix + fmt.PASS, whole.prefix + fmt.MODEL):
+        other.create(key, made.objects.get(key))
+    before = contents(made.objects)
+    with pytest.raises(ConfigError, match=r"has q\.0 from another pass"):
+        replicate(other, made.objects)
+    assert contents(made.objects) == before
+
+
 class Growing(LocalObjects):
     """A store that gets the rest of a dataset once the record of a pass is created there."""
 

@@ -20,6 +20,7 @@ from spile.dataset import format as fmt
 from spile.dataset.maintain import shuffle as module
 from spile.dataset.maintain.compact import compact
 from spile.dataset.maintain.gc import collect_garbage
+from spile.dataset.maintain.scatter import ScatteredRows
 from spile.dataset.maintain.shuffle import Shuffled, shuffle
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read.dataset import Dataset
@@ -321,6 +322,24 @@ def test_a_dataset_that_appears_meanwhile_is_not_taken_for_the_result(tmp_path: 
     made = stored.copied(tmp_path / "out")
     with pytest.raises(ConfigError, match="holds another dataset"):
         shuffle(made.objects, Overtaken(tmp_path / "dest"))
+
+
+def test_rows_between_passes_that_vanish_are_one_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a copy to the same place ends first: it clears up, and so does `gc`."""
+    index = ScatteredRows.index
+
+    def cleared(self: ScatteredRows, piece: Any) -> np.ndarray:
+        scratch = open_objects("memory://cleared/scratch")
+        for key in list(scratch.list()):
+            scratch.delete(key)
+        return index(self, piece)
+
+    monkeypatch.setattr(ScatteredRows, "index", cleared)
+    made = stored.copied(tmp_path / "out")
+    with pytest.raises(StoreError, match=r"its files vanished .* choose another place"):
+        shuffle(made.objects, open_objects("memory://cleared"))
 
 
 def test_the_command_shuffles_and_other_verbs_work_on_the_result(

@@ -144,7 +144,7 @@ def replicate(
     for number, made in enumerate(table.generations, 1):
         copied.refuse_strays(made.before, fmt.generation_key(number))
     live = [ledger.of_pass for ledger in places if ledger.of_pass]
-    _refuse_same_taps(copied, table, live, dropped)
+    _refuse_same_taps(copied, table, live, beside, dropped)
     _refuse_hiding(copied, table, live, beside, dropped)
     # Compare all that is there before the first write: a copy that is refused changes nothing.
     known = {
@@ -159,7 +159,7 @@ def replicate(
         _create(dest, key, source.get(key), count)
     for ledger in places[1:]:
         _copy_beside(source, dest, ledger, beside[ledger.prefix].before_units, count)
-    _refuse_same_taps(copied, table, live, dropped)  # (another process may have begun one)
+    _refuse_same_taps(copied, table, live, beside, dropped)  # (another process may have begun one)
     started = [each for each in places if _had_begun(each, table, beside[each.prefix])]
     groups = [(each, group) for each in started for group in _groups(source, each.prefix)]
     units = (
@@ -200,21 +200,34 @@ def _passes(own: Ledger) -> tuple[list[str], list[Ledger]]:
 
 
 def _refuse_same_taps(
-    copied: Ledger, table: Table, live: Sequence[Pass], dropped: Collection[str]
+    copied: Ledger,
+    table: Table,
+    live: Sequence[Pass],
+    beside: Mapping[str, _Beside],
+    dropped: Collection[str],
 ) -> None:
     """Refuse a copy whose taps the destination has in another pass than the source.
 
+    The source may have the same pass, only begun: then both have taps that readers get.
+
     Args:
+        beside: by the prefix of each pass, what its folder holds beside the units.
         dropped: the records of passes that the source has dropped; the copy drops them, too.
     """
-    known = {each.prefix for each in live} | {key.removesuffix(fmt.DROPPED) for key in dropped}
-    taps = {tap for each in live if (own := each.table_over(table)) for tap in own.taps}
+    gone = {key.removesuffix(fmt.DROPPED) for key in dropped}
+    known = {each.prefix for each in live} | gone
+    mine = [(each, own.taps.keys()) for each in live if (own := each.table_over(table))]
     for other, found in readable_passes(copied, table):
-        if other.prefix not in known and (both := taps & found.taps.keys()):
-            raise ConfigError(
-                f"{copied.url} has {min(both)} from another pass ({other.name}); drop it there by "
-                f"`spile drop {copied.url} --taps {other.name}`, then copy again"
-            )
+        if other.prefix in gone:
+            continue
+        is_whole = bool(other.ledger.derived.manifest_keys())
+        for each, taps in mine:
+            clashes = other.prefix not in known or (is_whole and beside[each.prefix].manifests)
+            if other.prefix != each.prefix and clashes and (both := taps & found.taps.keys()):
+                raise ConfigError(
+                    f"{copied.url} has {min(both)} from another pass ({other.name}); drop it there "
+                    f"by `spile drop {copied.url} --taps {other.name}`, then copy again"
+                )
 
 
 def _refuse_hiding(

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from spile.core.config import canonical_json
-from spile.core.errors import ConfigError
+from spile.core.errors import ConfigError, StoreError
 from spile.dataset import format as fmt
 from spile.dataset.codec.shard import read_tensors
 from spile.dataset.format import Done
@@ -161,8 +161,14 @@ class _Shuffle:
         if not new.is_there():
             new.begin(self.source, self.records)
             copy_check(self.source, self.dest)
-            level = self._scattered(passes)
-            self._gathered(level, parts, there, made)
+            try:
+                level = self._scattered(passes)
+                self._gathered(level, parts, there, made)
+            except FileNotFoundError as error:
+                raise StoreError(
+                    f"{self.scratch}: its files vanished ({error}); another command has made a "
+                    f"dataset at {self.dest.url}, or `gc` ran there: choose another place"
+                ) from error
             if made.sums != level.sums:
                 raise lost_rows_error(self.dest)
             entries = f"{made.sums.entries:016x}"
