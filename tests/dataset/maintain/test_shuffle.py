@@ -331,7 +331,7 @@ def test_rows_between_passes_that_vanish_are_one_clear_error(
     index = ScatteredRows.index
 
     def cleared(self: ScatteredRows, piece: Any) -> np.ndarray:
-        scratch = open_objects("memory://cleared/scratch")
+        scratch = open_objects("memory://cleared/scratch/1")
         for key in list(scratch.list()):
             scratch.delete(key)
         return index(self, piece)
