@@ -1,0 +1,111 @@
+"""CE-Bench's figures of a sparse autoencoder, from the mean latents of contrastive stories.
+
+    spile extract --model demo --corpus 'examples/ce_bench.py:stories(path="pairs.jsonl")' \
+        --taps resid_post:9 --encode sae --latents 1024 --out acts/pairs
+    python examples/ce_bench.py acts/pairs --tap resid_post.9
+
+CE-Bench (Gulko, Peng and Kumar 2025, https://arxiv.org/abs/2509.00691) asks whether latents tell
+two stories about one subject apart. Each line of `pairs.jsonl` has the keys `story1`, `story2` and
+`subject`. The figures are those of `ce_bench/CE_Bench.py` in github.com/Yusen-Peng/CE-Bench, each
+the mean over all pairs of the largest standardized value over all latents:
+
+* contrastive: how far the mean latents of both stories lie apart;
+* independent: how far their common mean lies from the mean of all stories. The paper says so, and
+  the published code subtracts zeros instead; `--average` does what the paper says;
+* interpretability: both distances added.
+
+The mean of a latent is over all tokens, so that no latent may be left out: `--latents` must be as
+large as the number that can be active.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+import spile
+from spile.core.errors import SpileError
+
+WINDOW = 4096  # rows to read at a time
+
+
+def stories(path: str) -> Iterator[dict[str, object]]:
+    """Yield the stories of all pairs, as a program for `--corpus`."""
+    with Path(path).open(encoding="utf-8") as lines:
+        for pair, line in enumerate(lines):
+            record = json.loads(line)
+            for story in (1, 2):
+                about = {"pair": pair, "story": story, "subject": record["subject"]}
+                yield {"text": record[f"story{story}"], **about}
+
+
+def mean_latents(ds: spile.Dataset, tap: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean of all latents over each document [documents, latents], and its tokens."""
+    docs, values = ds.columns("doc"), f"{tap.replace('.', '_latents.')}"
+    cut = ds.statistics(values).truncated
+    if cut:
+        raise SpileError(
+            f"{ds.url}: in {cut:,} rows more latents were active than were stored; extract with "
+            f"--latents {ds.num_latents(values)}"
+        )
+    sums, tokens = np.zeros((len(docs), ds.num_latents(values))), np.zeros(len(docs))
+    for start in range(0, ds.num_tokens, WINDOW):
+        found = ds.latents(tap, start, start + WINDOW)
+        places = np.searchsorted(docs, ds.index(start, start + WINDOW)["doc"])
+        np.add.at(sums, (places[found.rows], found.ids), found.values)
+        tokens += np.bincount(places, minlength=len(docs))
+    return sums / tokens[:, None], tokens
+
+
+def figures(
+    first: np.ndarray, second: np.ndarray, common: np.ndarray, average: np.ndarray | float
+) -> dict[str, float]:
+    """Return CE-Bench's figures.
+
+    Args:
+        first, second: the mean latents of the two stories of each pair, [pairs, latents].
+        common: the mean over the tokens of both.
+        average: what the independent score subtracts.
+    """
+    apart, beyond = np.abs(first - second), np.abs(common - average)
+    distances = {"contrastive": apart, "independent": beyond, "interpretability": apart + beyond}
+    return {name: float(largest(each).mean()) for name, each in distances.items()}
+
+
+def largest(distances: np.ndarray) -> np.ndarray:
+    """Return the largest standardized distance of each pair."""
+    spread = distances.std(axis=1, ddof=1)
+    above = distances.max(axis=1) - distances.mean(axis=1)
+    return above / np.where(spread == 0, 1, spread)
+
+
+def measured(ds: spile.Dataset, tap: str, average: bool) -> tuple[dict[str, float], int]:
+    """Return the figures of a dataset of pairs, and the number of pairs."""
+    means, tokens = mean_latents(ds, tap)
+    pair, story = ds.columns("pair"), ds.columns("story")
+    sides = [np.flatnonzero(story == side)[np.argsort(pair[story == side])] for side in (1, 2)]
+    if not np.array_equal(pair[sides[0]], pair[sides[1]]):
+        raise SpileError(f"{ds.url}: some pair lacks a story; extract all documents")
+    first, second = (means[side] for side in sides)
+    weights = np.stack([tokens[side] for side in sides])[:, :, None]
+    common = (weights * [first, second]).sum(axis=0) / weights.sum(axis=0)
+    return figures(first, second, common, common.mean(axis=0) if average else 0.0), len(first)
+
+
+def main(given: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("dataset")
+    parser.add_argument("--tap", required=True, help="the encoded tap, e.g. resid_post.9")
+    parser.add_argument("--average", action="store_true", help="subtract the mean of all stories")
+    args = parser.parse_args(given)
+    try:
+        found, pairs = measured(spile.open(args.dataset), args.tap, args.average)
+    except SpileError as error:
+        raise SystemExit(str(error)) from None
+    print(", ".join(f"{name} {value:.4f}" for name, value in found.items()), f"({pairs} pairs)")
+
+
+if __name__ == "__main__":
+    main()
