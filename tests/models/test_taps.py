@@ -434,8 +434,9 @@ def test_all_taps_come_block_by_block(family: str) -> None:
     taps = all_taps(arch)
     order = list(SITES)
     assert taps[0] == Tap("embed")
-    assert [tap.site for tap in taps[-4:]] == list(AFTER_BLOCKS)
-    between = taps[1:-4]
+    after = len(AFTER_BLOCKS)
+    assert [tap.site for tap in taps[-after:]] == list(AFTER_BLOCKS)
+    between = taps[1:-after]
     assert all(tap.layer is not None for tap in between)
     assert list(between) == sorted(between, key=lambda t: (t.layer, order.index(t.site)))
     assert parse_taps(",".join(tap.name for tap in reversed(taps)), arch) == taps
@@ -573,13 +574,18 @@ def test_shapes_and_dtypes_are_those_of_the_values() -> None:
     assert shapes.pop("attn_pattern") == (4, 100)
     assert shapes.pop("mlp_hidden") == (48,)
     assert shapes.pop("logits") == (tiny.VOCAB,)
-    assert shapes.pop("logprob") == shapes.pop("entropy") == ()
+    for site in ("logprob", "entropy", "logsumexp", "next_rank"):
+        assert shapes.pop(site) == ()
+    assert shapes.pop("top_token_ids") == shapes.pop("top_logprobs") == (64,)
+    assert Tap("top_logprobs", top=5).shape(ARCH, 100) == (5,)
     assert set(shapes.values()) == {(32,)}
     assert len(shapes) == 9
     widths = {tap.site: tap.width(ARCH, 100) for tap in all_taps(ARCH)}
     assert (widths["q"], widths["attn_pattern"], widths["logprob"]) == (32, 400, 1)
     dtypes = {tap.site: tap.dtype("bfloat16") for tap in all_taps(ARCH)}
-    assert dtypes.pop("logprob") == dtypes.pop("entropy") == "float32"
+    for site in ("logprob", "entropy", "logsumexp", "top_logprobs"):
+        assert dtypes.pop(site) == "float32"
+    assert dtypes.pop("next_rank") == dtypes.pop("top_token_ids") == "int32"
     assert set(dtypes.values()) == {"bfloat16"}
 
 

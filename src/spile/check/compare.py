@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 
 from spile.check.load import References, Taps, load_references, versions
+from spile.check.named import named_values, values_named_in
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError, StoreError
 from spile.core.libraries import import_library
-from spile.core.recipe import latent_names
+from spile.core.recipe import TOPS, latent_names
 from spile.dataset import format as fmt
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.document import Document
@@ -278,10 +279,13 @@ class _Comparison:
         # In float32 a single wrong row must show; below it, a single row says nothing.
         self._by_row = job.recipe.compute_dtype == "float32"
         self.reference = computed.told
+        given = {name: getattr(job.recipe, name) for name in TOPS}
+        tops = {name: top for name, top in given.items() if top is not None}
         self._exact, self._rough, self._again = (
-            partial(_by_heads, taps) for taps in (computed.exact, computed.rough, computed.again)
+            partial(_by_heads, taps, tops=tops)
+            for taps in (computed.exact, computed.rough, computed.again)
         )
-        self._half = partial(_by_heads, computed.half) if computed.half else None
+        self._half = partial(_by_heads, computed.half, tops=tops) if computed.half else None
         self._divergences: dict[str, list[np.ndarray]] = {}
         self._sparse = {tap: SparseTap(tap, each) for tap, each in job.encoders.items()}
         names = [self._name(tap) for tap in job.recipe.taps]
@@ -319,7 +323,8 @@ class _Comparison:
         routers = {"router_logits"} if experts else set[str]()
         logits = {"logits"} if self._half else set[str]()
         beside = filter(None, neighbours.values())
-        exact = self._exact(context, {*wanted, *routers, *logits, *beside})
+        named = filter(None, map(values_named_in, wanted))
+        exact = self._exact(context, {*wanted, *routers, *logits, *beside, *named})
         rough = self._rough(context, {*wanted, *routers, *logits})
         half = self._half(context, {*wanted, *logits}) if self._half else {}
         for dtype, found in (("float8_e4m3", rough), ("bfloat16", half)) if half else ():
@@ -331,6 +336,15 @@ class _Comparison:
             rows, places = rows[places < decided], places[places < decided]
         everywhere = np.arange(decided)
         suspected: dict[str, Any] = {}
+
+        def of_tap(tap: str, values: np.ndarray, tokens: np.ndarray | None = None) -> np.ndarray:
+            """The values that integers name; other values pass through unchanged."""
+            among = values_named_in(tap)
+            if among is None:
+                return values
+            tokens = np.arange(len(values)) if tokens is None else tokens
+            return named_values(tap, values, tokens, exact[among])
+
         for tap in wanted:
             beside, name, sparse = neighbours[tap], self._name(tap), self._sparse.get(tap)
             truth, rounded = exact[tap], rough.get(tap, exact[tap])
@@ -350,10 +364,14 @@ class _Comparison:
                 in_float32 = truth[places].astype(np.float32 if truth.dtype.kind == "f" else None)
                 alone = self._dataset.as_stored(tap, in_float32)
                 self._losses[name].add(in_float32, alone, stored)
+                stored = of_tap(tap, stored, places)
+                truth, computed, rounded, other = (
+                    of_tap(tap, values) for values in (truth, computed, rounded, other)
+                )
                 zeros = np.zeros_like(truth)
             if half:
                 other_dtype = half.get(tap, exact[tap])
-                values = sparse.encode(other_dtype) if sparse else other_dtype
+                values = sparse.encode(other_dtype) if sparse else of_tap(tap, other_dtype)
                 squares = _squares(values[places], truth[places], exact=_exactly(tap))
                 self._distances[name].setdefault("bfloat16", []).append(squares)
             for kind, values, where in (
@@ -375,7 +393,7 @@ class _Comparison:
             again = self._again(context, suspected, noise=seed)
             for tap, truth in suspected.items():
                 found, sparse = again.get(tap, exact[tap]), self._sparse.get(tap)
-                values = (sparse.encode(found) if sparse else found)[everywhere]
+                values = (sparse.encode(found) if sparse else of_tap(tap, found))[everywhere]
                 squares = _squares(values, truth[everywhere], exact=_exactly(tap))
                 known = self._distances[self._name(tap)]["computed of all"]
                 known[-1] = np.maximum(known[-1], squares)
@@ -569,12 +587,12 @@ def _neighbour(tap: str, arch: Arch) -> str | None:
 
 
 def _by_heads(
-    taps: Taps, context: np.ndarray, names: Collection[str], **noise: int
+    taps: Taps, context: np.ndarray, names: Collection[str], **options: Any
 ) -> dict[str, np.ndarray]:
     """Taps by name, some for single heads, from a reference that returns all heads of a layer."""
     some = {name: tap for name in names if (tap := Tap.from_name(name)).heads}
     whole = {name: replace(tap, heads=()).name for name, tap in some.items()}
-    found = taps(context, {*names, *whole.values()} - some.keys(), **noise)
+    found = taps(context, {*names, *whole.values()} - some.keys(), **options)
     of_heads = {
         name: found[whole[name]][:, list(tap.heads)]
         for name, tap in some.items()

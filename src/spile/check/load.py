@@ -44,9 +44,9 @@ def load_references(job: ExtractionJob) -> References:
         if dtype != "float8_e4m3":
             return References(exact, model.taps, model.taps, "in float32")
 
-        def multiplied(float8: bool, *context_and_names: Any, **noise: int) -> Any:
+        def multiplied(float8: bool, *context_and_names: Any, **options: Any) -> Any:
             model.multiply_in_float8(float8)
-            return model.taps(*context_and_names, **noise)
+            return model.taps(*context_and_names, **options)
 
         rough = partial(multiplied, True)
         return References(exact, rough, rough, "in float32", half=partial(multiplied, False))
@@ -64,27 +64,27 @@ def load_references(job: ExtractionJob) -> References:
         both = None  # free its memory first
         return _two_attentions(job, reason)
 
-    def taps(dtype: Any, *context_and_names: Any, **noise: int) -> dict[str, np.ndarray]:
+    def taps(dtype: Any, *context_and_names: Any, **options: Any) -> dict[str, np.ndarray]:
         both.compute_in(dtype)  # convert one model: a second one would need half as much again
-        return both.taps(*context_and_names, **noise)
+        return both.taps(*context_and_names, **options)
 
     exact, rough = partial(taps, torch.float64), partial(taps, torch.float32)
     return References(exact, rough, rough, "in float64")
 
 
-def _in_float16(model: Any, *context_and_names: Any, **noise: int) -> dict[str, np.ndarray]:
+def _in_float16(model: Any, *context_and_names: Any, **options: Any) -> dict[str, np.ndarray]:
     """Compute in float16, or in bfloat16 from the first context on whose values are too large.
 
     Spile's stream is in float32, HF's is not.
     """
     torch = importlib.import_module("torch")
     with np.errstate(all="ignore"):
-        found = model.taps(*context_and_names, **noise)
+        found = model.taps(*context_and_names, **options)
     if all(np.isfinite(values).all() for values in found.values()):
         return found
     _log.warning("HF transformers overflows in float16; the floor is its distance in bfloat16")
     model.compute_in(torch.bfloat16)
-    return model.taps(*context_and_names, **noise)
+    return model.taps(*context_and_names, **options)
 
 
 def _two_attentions(job: ExtractionJob, reason: str) -> References:
@@ -97,9 +97,9 @@ def _two_attentions(job: ExtractionJob, reason: str) -> References:
         spread = ""
     _log.warning("check compares in float32%s, without float64: %s", spread, reason)
 
-    def taps(way: str, *context_and_names: Any, **noise: int) -> dict[str, np.ndarray]:
+    def taps(way: str, *context_and_names: Any, **options: Any) -> dict[str, np.ndarray]:
         model.attend_by(way)
-        return model.taps(*context_and_names, **noise)
+        return model.taps(*context_and_names, **options)
 
     exact = partial(taps, "eager")
     rough = partial(taps, "sdpa") if spread else exact

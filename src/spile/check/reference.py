@@ -35,11 +35,11 @@ from spile.check.hf_modules import (
     find_space,
     token_rows,
 )
+from spile.check.next_token import next_token
 from spile.core.errors import InputError
 from spile.models.sites import SITES
 
 _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
-_ROWS_AT_ONCE = 256  # of logits in float64: a whole context with a large vocabulary takes gigabytes
 
 # Functions of a file of transformers that has layers with a convolution, or a recurrent rule.
 _CONVOLUTION, _SPACE_RULE = "causal_conv1d_fn", "mamba2_chunk_scan"
@@ -134,6 +134,7 @@ class Reference:
         sites: Collection[str] | None = None,
         *,
         noise: int | None = None,
+        tops: Mapping[str, int] | None = None,
     ) -> dict[str, np.ndarray]:
         """Compute the taps of one context, whose first token is at position 0.
 
@@ -143,10 +144,11 @@ class Reference:
                 if not given. Sites that the model does not have are left out.
             noise: A seed. The input of the first block is rounded once more, at random, which
                 changes all later roundings: the result is different but as correct.
+            tops: How many values to keep at sites that keep the largest, by the option that says
+                so.
 
         Returns:
-            By tap, one row per token: float32 (float64 if the model is), or int64 for
-            `expert_ids`.
+            By tap, one row per token: float32 (float64 if the model is), or int64 for ids.
         """
         if token_ids.ndim != 1 or not len(token_ids):
             raise ValueError(f"token_ids must be one context, got the shape {token_ids.shape}")
@@ -158,6 +160,11 @@ class Reference:
             hidden = site == "attn_pattern" and not eager
             return not hidden and (sites is None or name in sites or site in sites)
 
+        sized = {
+            site.name: (tops or {}).get(site.group, site.top)
+            for site in SITES.values()
+            if site.largest_of
+        }
         found: dict[str, np.ndarray] = {}
         ids = torch.tensor(token_ids.astype(np.int64), device=self._model.device)
         _forget_longer_contexts(self._rotary)
@@ -180,8 +187,8 @@ class Reference:
             if any(wanted(site.name) for site in SITES.values() if site.head):
                 logits = self._model(input_ids=ids[None], use_cache=False).logits[0]
                 read = {"logits": logits}
-                if wanted("logprob") or wanted("entropy"):
-                    read |= _next_token(logits, ids)
+                if any(wanted(site.name) for site in SITES.values() if site.head and site.dtype):
+                    read |= next_token(logits, ids, sized)
                 found |= {name: _array(value) for name, value in read.items() if wanted(name)}
             else:
                 self._body(input_ids=ids[None], use_cache=False)
@@ -474,17 +481,3 @@ def _forget_longer_contexts(rotary: Any) -> None:
             prefix = name.removesuffix("original_inv_freq")
             setattr(rotary, f"{prefix}inv_freq", original)
             setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)
-
-
-def _next_token(logits: Tensor, ids: Tensor) -> dict[str, Tensor]:
-    """The next token's log-probability (0 for the last) and the distribution's entropy, in nats."""
-    targets = torch.cat([ids[1:], ids[:1]]).to(logits.device)
-    logprob, entropy = [], []
-    for rows, target in zip(logits.split(_ROWS_AT_ONCE), targets.split(_ROWS_AT_ONCE), strict=True):
-        logs = rows.double().log_softmax(-1)
-        logprob.append(logs.gather(-1, target[:, None])[:, 0])
-        entropy.append(torch.special.entr(logs.exp()).sum(-1))
-    known = torch.cat(logprob)
-    known[-1] = 0.0
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    return {"logprob": known.to(dtype), "entropy": torch.cat(entropy).to(dtype)}

@@ -12,7 +12,7 @@ from spile.core.config import RayOptions, Recipe, Runtime, flag_of, parse_count
 from spile.core.errors import ConfigError
 from spile.core.flags import Flags
 from spile.core.listening import ListenAddress
-from spile.models.sites import SITES
+from spile.models.sites import GROUPS, SITES
 
 
 def taps_help() -> str:
@@ -23,7 +23,8 @@ def taps_help() -> str:
     return f"""\
 taps:   site:layers, comma separated (`spile taps --model M` lists those of a model)
 sites:  {_wrapped("  ".join(by_layer))}
-        and, without layers: {"  ".join(others)}
+        and, without layers: {_wrapped("  ".join(others))}
+{_groups()}
 layers: 20   20-27   0-27/4   all   -1   3+7+11      (counted from 0)
 heads:  z:5.h0   attn_pattern:0-3.h2+h5
         of {_wrapped(having)}
@@ -33,6 +34,11 @@ heads:  z:5.h0   attn_pattern:0-3.h2+h5
 exit codes: 0 done; 2 bad input or configuration; 3 data or store fault; 130 interrupted;
             134 a process of the world was lost: start all of them again
 """
+
+
+def _groups() -> str:
+    told = (f"{group}: stands for {'  '.join(sites)}" for group, sites in GROUPS.items())
+    return "\n".join(f"        {_wrapped(each)}" for each in told)
 
 
 def _wrapped(words: str) -> str:

@@ -87,7 +87,7 @@ def add_compile(verbs: Verbs) -> None:
     sub.switch("--search", "compile for every suitable mesh")
     sub.add("--on", "which compiler [libtpu, else cpu]", "libtpu|cpu|here")
     for name in ("weights", "seq-len", "batch-tokens", "compute-dtype", "store-dtype", "encode",
-                 "latents", "splice"):  # fmt: skip
+                 "latents", "top-logits", "splice"):  # fmt: skip
         sub.add(f"--{name}", "as for extract", "X")
 
 
@@ -95,20 +95,20 @@ def compile(arguments: argparse.Namespace) -> None:
     from spile.compile.step import Question, compile_step, search
     from spile.compile.targets import find_target
     from spile.models.files.checkpoint import read_arch
-    from spile.models.taps import parse_taps
     from spile.plan.encoders import find_encoders
     from spile.plan.splices import find_splices
+    from spile.plan.tapped import taps_of
     from spile.run.pipeline.display import waiting
 
     names = ("model", "taps", "seq_len", "compute_dtype", "store_dtype", "encode", "latents",
-             "splice")  # fmt: skip
+             "top_logits", "splice")  # fmt: skip
     recipe = Recipe(**{name: getattr(arguments, name) for name in names})
     names = ("batch_tokens", "mesh", "fsdp")
     runtime = Runtime(
         **{name: getattr(arguments, name) for name in names}, weights=arguments.weights or "auto"
     )
     arch = read_arch(arguments.model)
-    taps = parse_taps(arguments.taps, arch)
+    taps = taps_of(recipe, arch)
     encoders = find_encoders(recipe, taps, arch)
     splices = find_splices(recipe.splice, taps, arch)
     target = find_target(arguments.topology, arguments.on)

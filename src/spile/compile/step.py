@@ -42,12 +42,13 @@ from spile.models.forward.splice import load_changes
 from spile.models.forward.weights import LayerSchedule, Params, abstract_params
 from spile.models.layout import Cuts, Layout
 from spile.models.splices import Splice
-from spile.models.taps import Tap, parse_taps
+from spile.models.taps import Tap
 from spile.plan.compute_dtype import settled_compute_dtype
 from spile.plan.encoders import stored_taps
 from spile.plan.estimate import chosen_layout, row_quantum
 from spile.plan.residency import Machine, Residency, choose_residency, streamed_bytes
 from spile.plan.roofline import MEMORY_SHARE, Roofline, Workload, sweet_spot
+from spile.plan.tapped import seq_len_of, taps_of
 from spile.run.step.resident import ResidentStep
 from spile.run.step.step import StagePrograms, Step, StepDevices, StepSettings
 from spile.run.step.stored import Extras
@@ -110,18 +111,13 @@ class Question:
     splices: tuple[Splice, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.seq_len > self.arch.max_positions:
-            raise ConfigError(
-                f"--seq-len must be at most {self.arch.max_positions} for this model, got "
-                f"{self.seq_len}"
-            )
         if not self.recipe.taps:
             raise ConfigError("--taps is missing; give at least one tap, e.g. resid_post:12")
-        parse_taps(self.recipe.taps, self.arch)
+        taps_of(self.recipe, self.arch)
 
     @property
     def seq_len(self) -> int:
-        return self.recipe.seq_len or min(2048, self.arch.max_positions)
+        return seq_len_of(self.recipe, self.arch)
 
     @cached_property
     def compute_dtype(self) -> str:
@@ -140,7 +136,7 @@ class Question:
             ConfigError: if the model cannot be split for this layout.
         """
         arch, target, seq_len = self.arch, self.target, self.seq_len
-        taps = parse_taps(self.recipe.taps or "", arch)
+        taps = taps_of(self.recipe, arch)
         depth = max(tap.layers_needed(arch) for tap in taps)
         quantum = row_quantum(layout, target.hosts)
         work = Workload(

@@ -108,6 +108,9 @@ class Recipe(Options):
     latents: int | None = count(
         "how many latents to store per row, largest first [the encoder's own k, or 64]"
     )
+    top_logits: int | None = count(
+        "how many of the most likely next tokens to store per row, if --taps names top_logits [64]"
+    )
     splice: str | None = option(
         "change values inside the model: zero:TAP, ablate:TAP=FILE.npy, steer:TAP=FILE.npy*4, "
         "mean:TAP=FILE.npy or a dataset, replace-with-sae:TAP=DIR, or your own, FILE.py:FUNCTION; "

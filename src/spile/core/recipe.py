@@ -10,6 +10,7 @@ from typing import Any, cast
 from spile.core.config import MAX_DOC_BYTES, PREVIEW, canonical_json
 from spile.core.errors import ConfigError
 from spile.core.options import LIMIT, shown
+from spile.core.tap_order import LARGEST
 
 # The version of the rules that turn a recipe into rows. Recipes that store another are refused:
 # continuing such a dataset would add units whose rows follow different rules.
@@ -18,9 +19,15 @@ RULES = 2
 
 # The fields that decide what is computed and stored for each row. The others decide which rows
 # there are.
-OF_EACH_ROW = ("model", "taps", "encode", "latents", "splice", "compute_dtype", "store_dtype")
+OF_EACH_ROW = (
+    "model", "taps", "encode", "latents", "top_logits", "splice", "compute_dtype", "store_dtype"
+)  # fmt: skip
 # The subset that a pass (taps added to an existing dataset) may set for itself.
-OF_A_PASS = ("taps", "encode", "latents", "compute_dtype", "store_dtype")
+OF_A_PASS = ("taps", "encode", "latents", "top_logits", "compute_dtype", "store_dtype")
+TOPS = (*LARGEST,)  # how many values taps keep that keep the largest
+# Fields that are left out of a stored recipe if nothing is given: so fingerprints stay as they were
+# before there were any.
+_LATER: dict[str, Any] = {"splice": (), "splice_source": None, **dict.fromkeys(TOPS)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +49,7 @@ class ResolvedRecipe:
     taps: tuple[str, ...]
     encode: Mapping[str, str] = field(default_factory=dict[str, str])  # identities, by tap
     latents: int | None = None  # latents to keep per row, if given
+    top_logits: int | None = None  # of the largest, to keep per row, if they are tapped
     splice: tuple[str, ...] = ()  # identities of splices, in the order in which they apply
     where: str | None
     every: int | None
@@ -110,14 +118,14 @@ class ResolvedRecipe:
 
     def to_json(self) -> dict[str, Any]:
         everything = json.loads(json.dumps(dataclasses.asdict(self)))
-        if not self.splice:  # as before there were any: fingerprints stay the same
-            del everything["splice"], everything["splice_source"]
-        return everything
+        without = {name for name in TOPS if getattr(self, name) is None}
+        without |= set[str]() if self.splice else {"splice", "splice_source"}
+        return {name: value for name, value in everything.items() if name not in without}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "ResolvedRecipe":
         known = {f.name for f in fields(cls)}
-        parts: dict[str, Any] = {"splice": (), "splice_source": None, **value}
+        parts: dict[str, Any] = _LATER | dict(value)
         if set(parts) != known:
             odd = sorted(set(parts) ^ known)
             raise ConfigError(f"stored recipe has missing or unknown fields: {', '.join(odd)}")

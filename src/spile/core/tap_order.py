@@ -16,7 +16,12 @@ IN_A_BLOCK = (
     "expert_weights", "expert_ids", "mlp_hidden", "shared_expert_out", "mlp_out", "layer_embed",
     "layer_embed_out", "resid_post",
 )  # fmt: skip
-AFTER_BLOCKS = ("final_norm", "logits", "logprob", "entropy")
+AFTER_BLOCKS = (
+    "final_norm", "logits", "logprob", "entropy", "logsumexp", "next_rank", "top_token_ids",
+    "top_logprobs",
+)  # fmt: skip
+# The sites that keep the largest of many values, by the option that says how many.
+LARGEST = {"top_logits": ("top_token_ids", "top_logprobs")}
 _PLACES = {site: n for n, site in enumerate((*BEFORE_BLOCKS, *IN_A_BLOCK, *AFTER_BLOCKS))}
 # A site; for an encoded tap, what is stored of its latents; the layer; the heads.
 _NAME = re.compile(r"(\w+?)(_latents|_latent_ids)?(?:\.(\d{1,9})((?:\.h\d{1,9})*))?")

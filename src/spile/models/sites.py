@@ -18,6 +18,7 @@ from spile.models.config.arch import (
 )
 
 BEFORE, BLOCK, AFTER = "before the blocks", "in a block", "after the blocks"
+TOP_LOGITS = "top_logits"
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Site:
     # HF modules with this output: in a block the end of the path, elsewhere the whole path.
     modules: tuple[str, ...] = ()
     dtype: str | None = None  # if it is not the recipe's
+    least: int = 0  # of integers: what is smaller stands for NaN
     requires: tuple[str, ...] = ()  # features the model must have: keys of `FEATURES`
     mixers: tuple[str, ...] = ()  # mixers of the layers that have it; empty: all layers
     # Operations that the deepest block runs for it: names of matrices, or `scores`, `mixing`,
@@ -41,6 +43,11 @@ class Site:
     reach: tuple[str, ...] | None = None
     spliced: bool = False  # its values can be changed before the model continues
     head: bool = False  # needs the head's product with the vocabulary
+    # Whether a token's values are an axis `top`, the largest of another axis: that axis, and how
+    # many if `--top-logits` does not say. `group`: what stands for these sites in `--taps`.
+    largest_of: str = ""
+    top: int = 0
+    group: str = ""
     advice: str = ""  # what to do about its size, if its rows are large
 
     @property
@@ -259,10 +266,32 @@ SITES = {
             "entropy", "entropy of the next-token distribution, in nats", (), stage=AFTER,
             head=True, dtype="float32",
         ),
+        Site(
+            "logsumexp", "logarithm of the sum of all tokens' exponentiated logits: a logit less "
+            "this is a log-probability", (), stage=AFTER, head=True, dtype="float32",
+            group=TOP_LOGITS,
+        ),
+        Site(
+            "next_rank", "how many tokens the model ranks above the next one; 0 at a context's end "
+            "(flag `last`)", (), stage=AFTER, head=True, dtype="int32", group=TOP_LOGITS,
+        ),
+        Site(
+            "top_token_ids", "the most likely next tokens, most likely first; --top-logits says "
+            "how many", ("top",), stage=AFTER, head=True, dtype="int32", group=TOP_LOGITS,
+            largest_of="vocab", top=64,
+        ),
+        Site(
+            "top_logprobs", "log-probabilities of these tokens", ("top",), stage=AFTER, head=True,
+            dtype="float32", group=TOP_LOGITS, largest_of="vocab", top=64,
+        ),
     )
 }  # fmt: skip
 AFTER_BLOCKS = tuple(site.name for site in SITES.values() if site.stage == AFTER)
 SPLICED = tuple(site.name for site in SITES.values() if site.spliced)
+GROUPS = {  # names that stand for several sites in `--taps`
+    group: tuple(site.name for site in SITES.values() if site.group == group)
+    for group in dict.fromkeys(site.group for site in SITES.values() if site.group)
+}
 
 # Features that only some models, or layers, have: how to tell, and what to say of one without it.
 FEATURES: dict[str, tuple[Callable[[Arch, Layer], bool], str]] = {

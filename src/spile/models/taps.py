@@ -9,11 +9,12 @@ norm. HF's `hidden_states[i + 1]` is the same thing, except its last entry, whic
 import difflib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from spile.core.errors import ConfigError
+from spile.core.options import flag_of
 from spile.core.tap_order import sorted_taps
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.models.config.arch import (
@@ -25,7 +26,16 @@ from spile.models.config.arch import (
     STATE_SPACE,
     Arch,
 )
-from spile.models.sites import AFTER, BEFORE, FEATURES, LENS_BLOCK, SITES, Site, axis_sizes
+from spile.models.sites import (
+    AFTER,
+    BEFORE,
+    FEATURES,
+    GROUPS,
+    LENS_BLOCK,
+    SITES,
+    Site,
+    axis_sizes,
+)
 
 _LENS = {name: site.name for site in SITES.values() for name in site.lens}
 # Names of TransformerLens, after any `blocks.N.`, whose values no site has; and why.
@@ -61,6 +71,7 @@ class Tap:
     site: str
     layer: int | None = None
     heads: tuple[int, ...] = ()
+    top: int = 0  # how many of the largest it keeps, at such a site; 0: as many as is usual there
 
     @classmethod
     def from_name(cls, name: str) -> "Tap":
@@ -82,6 +93,8 @@ class Tap:
     def shape(self, arch: Arch, seq_len: int) -> tuple[int, ...]:
         """Shape of one token's values: empty for a single number."""
         sizes = axis_sizes(arch, seq_len, arch.layers[self.layer or 0])
+        if self.kind.largest_of:
+            sizes["top"] = min(self.top or self.kind.top, sizes[self.kind.largest_of])
         whole = tuple(sizes[axis] for axis in self.kind.shape)
         return (len(self.heads), *whole[1:]) if self.heads else whole
 
@@ -233,6 +246,41 @@ def parse_taps(text: str, arch: Arch) -> tuple[Tap, ...]:
     return _in_order(taps)
 
 
+def with_tops(
+    taps: Iterable[Tap], tops: Mapping[str, int | None], arch: Arch, seq_len: int
+) -> tuple[Tap, ...]:
+    """Return taps that know how many values they keep, of the sites that keep the largest.
+
+    Args:
+        tops: by the option that says so, which has the name of the sites' group; None: as usual.
+
+    Raises:
+        ConfigError: if no tap keeps that many, or the model has fewer.
+    """
+    found = tuple(
+        replace(tap, top=tops.get(tap.kind.group) or tap.kind.top) if tap.kind.largest_of else tap
+        for tap in taps
+    )
+    for group, top in tops.items():
+        flag, sized = flag_of(group), [tap for tap in found if tap.top and tap.kind.group == group]
+        if top is not None and top < 1:
+            raise ConfigError(f"{flag} must be at least 1, got {top}")
+        if top is not None and not sized:
+            raise ConfigError(f"{flag} {top}: no tap keeps the largest; add {group} to --taps")
+        for tap in sized:
+            axis = tap.kind.largest_of
+            most = axis_sizes(arch, seq_len, arch.layers[tap.layer or 0])[axis]
+            if top is not None and top > most:
+                counted = {"vocab": "tokens in the vocabulary", "keys": "tokens in a context"}
+                raise ConfigError(f"{flag} {top}: there are only {most} {counted[axis]}")
+    return found
+
+
+def tops_of(taps: Iterable[Tap], arch: Arch, seq_len: int) -> dict[str, int]:
+    """Return how many values taps keep, by the option that says so."""
+    return {t.kind.group: t.shape(arch, seq_len)[-1] for t in taps if t.kind.largest_of}
+
+
 def place_of(tap: Tap, arch: Arch) -> tuple[int, int, int, tuple[int, ...]]:
     """A key that compares how far a model must run for each of several taps."""
     last = arch.num_layers if tap.kind.stage == AFTER else -1
@@ -255,6 +303,12 @@ def _parse_item(item: str, arch: Arch) -> set[Tap]:
         heads = "+".join(match[3].split(".")[1:])
         item = f"{match[1]}:{match[2]}" + (f".{heads}" if heads else "")
     site_name, colon, layers = item.partition(":")
+    if site_name in GROUPS:
+        return {
+            tap
+            for site in GROUPS[site_name]
+            for tap in _parse_item(site + item.removeprefix(site_name), arch)
+        }
     site = SITES.get(site_name)
     if site is None:
         raise _unknown_site_error(item, site_name, arch)
@@ -410,6 +464,7 @@ def _unknown_site_error(item: str, site: str, arch: Arch) -> ConfigError:
             f"--taps {item!r}: whole states are too large to store ({whole:,} values for each "
             "token and layer); delta_state_norm has one number for each head"
         )
-    near = difflib.get_close_matches(site, SITES, n=1)
+    known = (*SITES, *GROUPS)
+    near = difflib.get_close_matches(site, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return ConfigError(f"--taps: no site {site!r} (known: {', '.join(SITES)}){hint}")
+    return ConfigError(f"--taps: no site {site!r} (known: {', '.join(known)}){hint}")

@@ -5,7 +5,7 @@ from itertools import count
 
 from spile.core.config import Recipe, flag_of
 from spile.core.errors import ConfigError
-from spile.core.recipe import OF_A_PASS, ResolvedRecipe
+from spile.core.recipe import OF_A_PASS, TOPS, ResolvedRecipe
 from spile.corpus.files import lasting
 from spile.dataset import format as fmt
 from spile.dataset.records.ledger import Ledger
@@ -13,9 +13,10 @@ from spile.dataset.records.passes import Pass, pass_name, readable_passes, recip
 from spile.dataset.records.table import Table
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.sae import identity
-from spile.models.taps import parse_taps
+from spile.models.taps import parse_taps, tops_of
 from spile.plan.encoders import each_source, find_encoders, stored_taps
 from spile.plan.resolve import completed_recipe, pinned_recipe
+from spile.plan.tapped import taps_of
 
 
 def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
@@ -36,8 +37,9 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
         raise ConfigError(
             "--add-taps adds taps, --more and --add-corpus add documents; use one, then the other"
         )
-    # Options that are not given come from the dataset, except encoders, which belong to taps.
-    stored = dataclasses.replace(table.recipe, encode={}, encode_source=None, latents=None)
+    # Options that are not given come from the dataset, except those that belong to taps.
+    none = dict.fromkeys(("encode_source", "latents", *TOPS))
+    stored = dataclasses.replace(table.recipe, encode={}, **none)
     added = dataclasses.replace(recipe, taps=recipe.add_taps, add_taps=None)
     asked = pinned_recipe(completed_recipe(added, stored))
     assert asked.model and asked.taps
@@ -49,7 +51,7 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
                 f"--taps {recipe.taps}: {dataset.url} was made with {','.join(table.recipe.taps)}; "
                 "give --add-taps alone"
             )
-    taps = parse_taps(asked.taps, checkpoint.arch)
+    taps = taps_of(asked, checkpoint.arch)
     encoders = find_encoders(asked, taps, checkpoint.arch)
     settled = dataclasses.replace(
         table.recipe,
@@ -59,6 +61,7 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
         taps=tuple(tap.name for tap in taps),
         encode={tap: identity(encoder.sae) for tap, encoder in encoders.items()},
         latents=asked.latents,
+        **(dict.fromkeys(TOPS) | tops_of(taps, checkpoint.arch, table.recipe.seq_len)),
         compute_dtype=asked.compute_dtype or table.recipe.compute_dtype,
         store_dtype=asked.store_dtype or table.recipe.store_dtype,
     )

@@ -20,7 +20,7 @@ from spile.core.errors import ConfigError, DriftError, InputError
 from spile.core.expressions import RowFilter
 from spile.core.humanize import plural
 from spile.core.identity import contents_digest, sampled_digests
-from spile.core.recipe import OF_EACH_ROW, ResolvedRecipe
+from spile.core.recipe import OF_EACH_ROW, TOPS, ResolvedRecipe
 from spile.core.units import Unit
 from spile.corpus.chat_layouts import refuse_other_layout, settle_chats
 from spile.corpus.chats.rows import RowReader, read_as
@@ -47,7 +47,7 @@ from spile.dataset.records.table import Table, read_tokenizer
 from spile.dataset.records.unit_table import UnitColumns
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.sae import SparseEncoder, identity
-from spile.models.taps import Tap, parse_taps
+from spile.models.taps import Tap, tops_of
 from spile.objects import exists, open_objects
 from spile.objects.hub.names import continued, newest, pinned
 from spile.objects.paths import AnyPath
@@ -68,6 +68,7 @@ from spile.plan.splices import (
     find_splices,
     names_program,
 )
+from spile.plan.tapped import seq_len_of, taps_of
 
 _log = logging.getLogger("spile.plan")
 
@@ -112,7 +113,7 @@ def resolve(
     assert recipe.model and recipe.corpus and recipe.taps
 
     checkpoint = open_checkpoint(recipe.model, recipe.lora)
-    taps = parse_taps(recipe.taps, checkpoint.arch)
+    taps = taps_of(recipe, checkpoint.arch)
     encoders = find_encoders(recipe, taps, checkpoint.arch)
     splices = find_splices(recipe.splice, () if stored else taps, checkpoint.arch)
     known = stored or like
@@ -293,6 +294,8 @@ def _alike(recipe: Recipe, like: ResolvedRecipe) -> Recipe:
         like = dataclasses.replace(like, lora_source=None, splice_source=None)
     if recipe.taps is not None and recipe.encode is None:
         like = dataclasses.replace(like, encode_source=None, latents=None)
+    if recipe.taps is not None:
+        like = dataclasses.replace(like, **dict.fromkeys(TOPS))
     return dataclasses.replace(completed_recipe(recipe, like), **given)
 
 
@@ -367,17 +370,14 @@ def _settled(
     compute: str,
 ) -> ResolvedRecipe:
     arch = checkpoint.arch
-    seq_len = recipe.seq_len or min(2048, arch.max_positions)
-    if seq_len > arch.max_positions:
-        raise ConfigError(
-            f"--seq-len must be at most {arch.max_positions} for this model, got {seq_len}"
-        )
+    seq_len = seq_len_of(recipe, arch)
     asked_for_float32 = recipe.compute_dtype == "float32"
     assert recipe.model and recipe.corpus
     rows = RowFilter(recipe.where, recipe.every)
     unit_tokens = cpu_unit_tokens(arch, taps, seq_len) if platform == "cpu" else _UNIT_TOKENS
     return ResolvedRecipe(
         **{name: getattr(recipe, name) for name in _AS_GIVEN},
+        **tops_of(taps, arch, seq_len),
         model_source=lasting(recipe.model),
         lora_source=lasting(recipe.lora) if recipe.lora else None,
         corpus_source=lasting(recipe.corpus),
@@ -546,7 +546,7 @@ def _warn_of_no_choice(resolved: ResolvedRecipe, index: np.ndarray) -> None:
 def _refuse_drift(
     ledger: Ledger, stored: Table, now: ResolvedRecipe, files: list[CorpusFile]
 ) -> None:
-    unsaid: dict[str, Any] = {"splice": []}
+    unsaid: dict[str, Any] = {"splice": [], **dict.fromkeys(TOPS)}
     old, new = unsaid | stored.whole_recipe.identity(), unsaid | now.identity()
     differences: dict[str, tuple[object, object]] = {}
     for name in old:
@@ -570,5 +570,6 @@ def _refuse_drift(
         grows = can_grow(old, new, differences)
         holds_rows = grows or ledger.holds_rows()
         new = [tap for tap in now.taps if tap not in stored.recipe.taps]
-        adds = new if differences.keys() == {"taps"} and not ledger.of_pass else ()
+        others = {name for name in differences if not (name in TOPS and old[name] is None)}
+        adds = new if others == {"taps"} and not ledger.of_pass else ()
         raise DriftError(ledger.url, differences, holds_rows=holds_rows, grows=grows, adds=adds)

@@ -53,7 +53,7 @@ from spile.models.forward.weights import (
 )
 from spile.models.layout import ONE_DEVICE, Cuts, parse_layout
 from spile.models.sites import SPLICED
-from spile.models.taps import Tap, parse_taps
+from spile.models.taps import Tap, parse_taps, with_tops
 from spile.plan.compute_dtype import settled_compute_dtype
 from spile.plan.residency import Machine, Residency, choose_residency
 from spile.plan.roofline import Workload
@@ -206,20 +206,28 @@ class Model:
         return self._tokenizer.decode(given.reshape(-1).tolist())
 
     def __call__(
-        self, tokens: Tokens, taps: str = "logits", *, splice: SplicedTaps | None = None
+        self,
+        tokens: Tokens,
+        taps: str = "logits",
+        *,
+        splice: SplicedTaps | None = None,
+        top_logits: int | None = None,
     ) -> TapValues:
         """Return every tap's values [rows, seq, ...], by name; NaN beyond the end of a context.
 
         One text is one row. `encode` returns the tokens of a text. The result knows how long each
         context is: `.lengths`, `.mask`, `.last(tap)` and `.mean(tap)`.
 
+        `top_logits` says how many of the most likely next tokens `top_logits` keeps.
+
         A new function in `splice` compiles a new program: put arrays that change from call to call
         into a `jax.tree_util.Partial`. jax can differentiate the values with respect to them.
         """
         ids, segments = self._padded(tokens)
         changes = self._changes(splice or {}, segments > 0)
-        chosen = parse_taps(taps, self.arch)
         rows, seq = ids.shape
+        tops = {"top_logits": top_logits}
+        chosen = with_tops(parse_taps(taps, self.arch), tops, self.arch, seq)
         inputs = self._divided(ids, segments, spliced=bool(changes))
         attention = self._attention()
         if isinstance(self._weights, SweptModel):

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import spile
+from spile.check.named import named_values, values_named_in
 from spile.check.reference import Reference
 from spile.core.errors import InputError
 from spile.models.config.arch import Arch
@@ -202,7 +203,10 @@ def errors(
                 assert not own[..., len(context.ids) :].any(), "keys beyond the context"
                 own = own[..., : len(context.ids)]
             own = np.roll(own, heads, axis=1) if heads else own
-            keep_worst(worst, tap, error(own, wanted[name]))
+            right, every = wanted[name], np.arange(len(own))
+            if among := values_named_in(tap):  # ids of values that rounding may swap
+                own, right = (named_values(tap, ids, every, wanted[among]) for ids in (own, right))
+            keep_worst(worst, tap, error(own, right))
     return worst
 
 

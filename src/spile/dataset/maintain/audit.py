@@ -295,8 +295,8 @@ def _check_statistics(
             continue
         if stats.count != done.rows:
             yield f"{key}: counts {stats.count} rows of {tap}, not {done.rows}"
-        # int8 has no code for them; only the statistics count them.
-        if nonfinite[tap] != stats.nonfinite and spec.scaled_by != "channel":
+        # Integers have no code for them; only the statistics count them.
+        if nonfinite[tap] != stats.nonfinite and spec.storage.kind != "i":
             yield (
                 f"unit {done.unit}: {nonfinite[tap]} values of {tap} are not finite, "
                 f"{stats.nonfinite} were when written"

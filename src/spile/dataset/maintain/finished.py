@@ -15,7 +15,8 @@ import xxhash
 from spile.core.config import flag_of
 from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.identity import summed_digest
-from spile.core.recipe import ResolvedRecipe, latent_names
+from spile.core.recipe import TOPS, ResolvedRecipe, latent_names
+from spile.core.tap_order import LARGEST
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.codec.statistics import TapStats
@@ -168,7 +169,11 @@ def with_taps(recipe: ResolvedRecipe, kept: Collection[str]) -> ResolvedRecipe:
     encode = {tap: name for tap, name in recipe.encode.items() if tap in taps}
     latents = recipe.latents if encode else None
     source = recipe.encode_source if encode else None
-    return replace(recipe, taps=tuple(taps), encode=encode, latents=latents, encode_source=source)
+    sites = {tap.partition(".")[0] for tap in taps}
+    tops = {name: None for name, largest in LARGEST.items() if sites.isdisjoint(largest)}
+    return replace(
+        recipe, taps=tuple(taps), encode=encode, latents=latents, encode_source=source, **tops
+    )
 
 
 def _one_recipe(url: str, recipes: Sequence[ResolvedRecipe]) -> ResolvedRecipe:
@@ -182,12 +187,20 @@ def _one_recipe(url: str, recipes: Sequence[ResolvedRecipe]) -> ResolvedRecipe:
     for other in encoded[1:]:
         if other.latents != encoded[0].latents:
             raise _two_recipes_error(url, "latents", encoded[0], other)
+    tops: dict[str, int | None] = {}
+    for name in TOPS:
+        sized = [recipe for recipe in (first, *others) if getattr(recipe, name) is not None]
+        for other in sized[1:]:
+            if getattr(other, name) != getattr(sized[0], name):
+                raise _two_recipes_error(url, name, sized[0], other)
+        tops[name] = getattr(sized[0], name) if sized else None
     return replace(
         first,
         taps=tuple(tap for recipe in (first, *others) for tap in recipe.taps),
         encode={tap: name for recipe in encoded for tap, name in recipe.encode.items()},
         encode_source=encoded[0].encode_source if encoded else None,
         latents=encoded[0].latents if encoded else None,
+        **tops,
     )
 
 

@@ -48,6 +48,7 @@ from spile.models.forward.mixers.gated_delta import gated_delta
 from spile.models.forward.mixers.latent_heads import latent_heads, rotate_last
 from spile.models.forward.mixers.short_convolution import short_convolution
 from spile.models.forward.mixers.state_space import state_space
+from spile.models.forward.next_token import next_token
 from spile.models.forward.ops import (
     Float8Weight,
     Heads,
@@ -92,6 +93,7 @@ class _Run:
     attends: dict[int | None, Attend]  # by the chunks of layers; none: there is no block
     wanted: dict[str, list[int]]  # site -> layers to keep, ascending
     heads: dict[BufferKey, list[int]]  # heads to keep in all layers of a kind; if absent, all
+    tops: dict[str, int]  # values to keep at sites that keep the largest
     shards: Shards | None  # None: one device has everything
     changes: Changes
     scores_all: bool  # attention weights are tapped, so they are computed for every pair
@@ -116,7 +118,8 @@ class _Run:
     def shape(self, kept: BufferKey, layer: int) -> tuple[int, ...]:
         """Return the shape in which the values of a site in one block are stored."""
         rows = self.tokens.size if self.columns is None else self.columns.size
-        tap = Tap(kept[0], layer, tuple(self.heads.get(kept, ())))
+        site, heads = kept[0], tuple(self.heads.get(kept, ()))
+        tap = Tap(site, layer, heads, self.tops.get(site, 0))
         return rows, *tap.shape(self.arch, self.tokens.shape[1])
 
     def of_tap(self, tap: Tap, values: Array) -> Array:
@@ -244,8 +247,9 @@ class Decoder:
         return _Run(
             arch, tokens, positions, segments, columns,
             tuple(rotary_angles(positions, *each) for each in frequencies),
-            attends, wanted, _heads_kept(self.taps, arch), shards, changed_places(self.splice),
-            self.scores_all or "attn_pattern" in wanted,
+            attends, wanted, _heads_kept(self.taps, arch),
+            {t.site: t.shape(arch, tokens.shape[1])[-1] for t in self.taps if t.kind.largest_of},
+            shards, changed_places(self.splice), self.scores_all or "attn_pattern" in wanted,
         )  # fmt: skip
 
 
@@ -746,18 +750,8 @@ def _after_blocks(outer: WeightArrays, x: Hidden, run: _Run) -> SiteValues:
         logits = linear(hidden.astype(head.dtype), head, outer.get("head_bias"))
         logits = scaled(logits, arch.logit_scale)
         logits = softcap(logits, arch.logit_softcap)
-        wide = logits.astype(jnp.float32)
-        shifted = wide - wide.max(axis=-1, keepdims=True)
-        weights = jnp.exp(shifted)
-        total = weights.sum(axis=-1)
-        log_total = jnp.log(total)
-        chosen = jnp.take_along_axis(shifted, targets[..., None], axis=-1)[..., 0]
-        found = {
-            "logits": logits,
-            "logprob": jnp.where(known, chosen - log_total, 0.0),
-            "entropy": _entropy(shifted, weights, total, log_total),
-        }
-        return {site: value for site, value in found.items() if site in wanted}
+        found = next_token(logits, targets, known, wanted, run.tops)
+        return found | ({"logits": logits} if "logits" in wanted else {})
 
     rows, kept, _ = normed.shape
     slices = min(kept, -(-rows * kept * arch.vocab_size // _HEAD_VALUES))
@@ -774,19 +768,3 @@ def _after_blocks(outer: WeightArrays, x: Hidden, run: _Run) -> SiteValues:
         site: a.swapaxes(0, 1).reshape(rows, slices * size, *a.shape[3:])[:, :kept]
         for site, a in parts.items()
     }
-
-
-def _entropy(
-    shifted: Float[Array, "*tokens vocab"],
-    weights: Float[Array, "*tokens vocab"],
-    total: Float[Array, "*tokens"],
-    log_total: Float[Array, "*tokens"],
-) -> Float[Array, "*tokens"]:
-    """The entropy of a softmax, in nats, rounded about once.
-
-    The first value has the rounding errors of its parts. The mean difference between each token's
-    surprise and that value is small, so it is much more exact than either; it is added.
-    """
-    first = log_total - (weights * shifted).sum(axis=-1) / total
-    excess = (weights * ((log_total - first)[..., None] - shifted)).sum(axis=-1) / total
-    return first + (excess + (total * jnp.exp(-log_total) - 1.0))

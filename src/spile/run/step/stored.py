@@ -74,7 +74,7 @@ class StoredForm:
         rows: dict[str, Array] = {}
         reduced: dict[str, Reduced] = {}
 
-        def keep(name: str, found: Array, dtype: str, **counted: Array) -> None:
+        def keep(name: str, found: Array, dtype: str, least: int = 0, **counted: Array) -> None:
             if dtype not in QUANTIZED:
                 found = found.astype(dtype)
             encoded = encode_rows(found, dtype, extras.scales.get(name))
@@ -82,14 +82,14 @@ class StoredForm:
             if encoded.scale is not None:
                 rows[scale_name(name)] = encoded.scale
             floats = jnp.issubdtype(found.dtype, jnp.floating)
-            counted["nonfinite"] = _per_token(~jnp.isfinite(found) if floats else found < 0)
+            counted["nonfinite"] = _per_token(~jnp.isfinite(found) if floats else found < least)
             if encoded.clipped is not None:
                 counted["clipped"] = encoded.clipped
             reduced[name] = reduce(encoded.decoded, real, counted)
 
         for name, tap in self.taps.items():
             if name not in self.encoders:
-                keep(name, values[name], tap.dtype(self.store_dtype))
+                keep(name, values[name], tap.dtype(self.store_dtype), tap.kind.least)
                 continue
             top = _encode(self.shards, self.encoders[name])(extras.encoders[name], values[name])
             latents, ids = latent_names(name)

@@ -1,0 +1,74 @@
+"""What logits say about the next token: its log-probability and rank, the largest, the entropy."""
+
+# Strict, but for values that jax's own types leave unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from collections.abc import Collection, Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from spile.models.forward.largest import largest
+
+
+def next_token(
+    logits: Float[Array, "*tokens vocab"],
+    targets: Int[Array, "*tokens"],
+    known: Bool[Array, "*tokens"],
+    wanted: Collection[str],
+    tops: Mapping[str, int],
+) -> dict[str, Array]:
+    """Return the values of the wanted sites, in float32 or int32.
+
+    Args:
+        targets: the next tokens.
+        known: whether there is a next token.
+        tops: how many of the largest to keep, by site.
+    """
+    wide = logits.astype(jnp.float32)
+    most = wide.max(axis=-1, keepdims=True)
+    shifted = wide - most
+    weights = jnp.exp(shifted)
+    total = weights.sum(axis=-1)
+    log_total = jnp.log(total)
+    own = jnp.take_along_axis(wide, targets[..., None], axis=-1)
+    found: dict[str, Array] = {}
+    if "logprob" in wanted:
+        found["logprob"] = jnp.where(known, (own - most)[..., 0] - log_total, 0.0)
+    if "entropy" in wanted:
+        found["entropy"] = _entropy(shifted, weights, total, log_total)
+    if "logsumexp" in wanted:
+        found["logsumexp"] = most[..., 0] + log_total
+    # Integers cannot be NaN: -1 stands for it.
+    sound = jnp.isfinite(log_total)
+    if "next_rank" in wanted:
+        place = jax.lax.broadcasted_iota(targets.dtype, wide.shape, wide.ndim - 1)
+        # (Of equal logits the lower id comes first, as among the largest.)
+        above = (wide > own) | ((wide == own) & (place < targets[..., None]))
+        rank = jnp.where(known, above.sum(axis=-1, dtype=jnp.int32), 0)
+        found["next_rank"] = jnp.where(sound, rank, -1)
+    if count := max((tops[site] for site in _LARGEST if site in wanted), default=0):
+        values, ids = largest(wide, count)
+        found["top_token_ids"] = jnp.where(sound[..., None], ids, -1)
+        found["top_logprobs"] = (values - most) - log_total[..., None]
+    return {site: values for site, values in found.items() if site in wanted}
+
+
+_LARGEST = ("top_token_ids", "top_logprobs")
+
+
+def _entropy(
+    shifted: Float[Array, "*tokens vocab"],
+    weights: Float[Array, "*tokens vocab"],
+    total: Float[Array, "*tokens"],
+    log_total: Float[Array, "*tokens"],
+) -> Float[Array, "*tokens"]:
+    """The entropy of a softmax, in nats, rounded about once.
+
+    The first value has the rounding errors of its parts. The mean difference between each token's
+    surprise and that value is small, so it is much more exact than either; it is added.
+    """
+    first = log_total - (weights * shifted).sum(axis=-1) / total
+    excess = (weights * ((log_total - first)[..., None] - shifted)).sum(axis=-1) / total
+    return first + (excess + (total * jnp.exp(-log_total) - 1.0))
