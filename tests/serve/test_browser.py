@@ -17,7 +17,7 @@ pytest.importorskip("playwright", reason="the page is driven by playwright, whic
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright  # noqa: E402
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-VIEWS = ("run", "documents", "layers", "channels", "similarity", "projection", "latents")
+VIEWS = ("run", "documents", "layers", "channels", "similarity", "projection", "latents", "labels")
 SLOW = 60_000  # milliseconds: these processors have other work, too
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
@@ -75,8 +75,9 @@ def test_every_view_is_drawn_by_its_key(seen: Seen, server: web_page.Served) -> 
         "channels": (".top li >> nth=0", "document 3"),
         "similarity": ("svg.heat", "resid_post.1"),
         "projection": (".view", "of the variance"),
+        "labels": ("figure >> nth=0", "Documents along the direction"),
     }
-    for number in (2, 3, 4, 5, 6, 1):
+    for number in (2, 3, 4, 5, 6, 8, 1):
         view = VIEWS[number - 1]
         page.keyboard.press(str(number))
         selector, text = expected[view]
@@ -164,7 +165,7 @@ def test_tokens_without_a_row_leave_a_gap(seen: Seen, sparse: web_page.Served) -
 
 def test_views_that_no_tap_is_for_are_not_offered(seen: Seen, server: web_page.Served) -> None:
     page = seen.open(server.url + "#run")
-    expect(page.locator("nav a:visible")).to_have_count(6)
+    expect(page.locator("nav a:visible")).to_have_count(7)
     page.keyboard.press("7")
     expect(page).to_have_title("Run · Spile")
     page.goto(server.url + "#latents")
@@ -343,6 +344,37 @@ def test_a_projection_is_coloured_by_a_kept_column(seen: Seen, server: web_page.
     expect(page.locator("canvas.cloud")).to_be_visible()
     assert page.locator("canvas.cloud").evaluate(drawn) != parted
     assert "colour=column" in page.url
+
+
+def test_two_labels_have_a_direction_with_documents_at_its_ends(
+    seen: Seen, server: web_page.Served
+) -> None:
+    page = seen.open(server.url + "#labels?tap=mlp_out.1")
+    asked = {"tap": "mlp_out.1", "column": "parity", "positive": "odd", "negative": "even"}
+    page.get_by_label("To").select_option("odd")
+    told = server.wait("direction", lambda told: bool(told["value"]), **asked)["value"]
+    expect(page.get_by_label("From")).to_have_value("even")
+    ends = page.locator("table.ends")
+    expect(page.locator("figcaption >> nth=2")).to_have_text("Furthest towards odd")
+    for number, side in enumerate(("high", "low")):
+        shown = [end["preview"].strip()[:90] for end in told[side]]
+        expect(ends.nth(number).locator("a")).to_have_text(shown)
+    expect(page.locator(".view")).to_contain_text("of 15 and 15 documents lie")
+    probe = server.wait("probe", lambda told: bool(told["value"]), **asked)["value"]
+    assert [each["tap"] for each in probe["taps"]] == ["resid_post.0", "mlp_out.1", "resid_post.1"]
+    expect(page.locator("figure >> nth=1 >> circle")).to_have_count(3)
+    ends.first.locator("a").first.click()
+    expect(page.locator(".legend")).to_contain_text("projection")
+    expect(page.locator("article h2")).to_have_text(f"Document {told['high'][0]['doc']}")
+    page.go_back()
+    expect(ends).to_have_count(2)
+
+
+def test_labels_are_not_offered_where_none_were_kept(seen: Seen, sparse: web_page.Served) -> None:
+    page = seen.open(sparse.url)
+    expect(page.locator("nav a[data-view=labels]")).to_be_hidden()
+    page.goto(sparse.url + "#labels")
+    expect(page.locator(".empty")).to_contain_text("No column was kept of the corpus")
 
 
 def test_umap_is_offered_or_said_to_be_missing(seen: Seen, server: web_page.Served) -> None:

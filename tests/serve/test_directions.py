@@ -94,5 +94,5 @@ def test_a_direction_fits_a_tap() -> None:
 
 def test_the_oldest_make_room() -> None:
     directions = Directions()
-    numbers = [directions.add(str(n), npy(VECTOR), {3}) for n in range(40)]
-    assert [each["id"] for each in directions.listed()] == numbers[-32:]
+    numbers = [directions.add(str(n), npy(VECTOR), {3}) for n in range(140)]
+    assert [each["id"] for each in directions.listed()] == numbers[-128:]

@@ -1,4 +1,4 @@
-"""Directions that the user uploads: vectors as .npy or JSON. Pickles are never read."""
+"""Directions that are shown: uploaded as .npy or JSON, never as a pickle, or made from labels."""
 
 import io
 import math
@@ -14,13 +14,13 @@ from spile.core.errors import ConfigError
 from spile.core.npy import read_npy_header
 
 MOST_BYTES = 4 << 20  # size of an upload
-_MOST = 32  # directions kept
+_MOST = 128  # directions kept: more than the page remembers of those that it makes
 _MOST_NAME = 80
 _MAGIC = b"\x93NUMPY"
 
 
 @dataclass(frozen=True)
-class UploadedDirection:
+class ShownDirection:
     """A vector of length 1."""
 
     name: str
@@ -28,10 +28,10 @@ class UploadedDirection:
 
 
 class Directions:
-    """Uploaded directions, in memory; the oldest are dropped first."""
+    """Directions, in memory; the oldest are dropped first."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[int, UploadedDirection] = OrderedDict()
+        self._kept: OrderedDict[int, ShownDirection] = OrderedDict()
         self._lock = threading.Lock()
         self._next = 1
 
@@ -45,10 +45,14 @@ class Directions:
         if len(values) not in widths:
             known = ", ".join(map(str, sorted(widths)))
             raise ConfigError(f"the direction has {len(values)} values, but the taps have {known}")
+        return self.keep(name, values)
+
+    def keep(self, name: str, values: np.ndarray) -> int:
+        """Keep a vector of length 1, in float32; return its number."""
         shown = "".join(c if c.isprintable() else " " for c in name).strip()[:_MOST_NAME]
         with self._lock:
             number, self._next = self._next, self._next + 1
-            self._kept[number] = UploadedDirection(shown or f"direction {number}", values)
+            self._kept[number] = ShownDirection(shown or f"direction {number}", values)
             while len(self._kept) > _MOST:
                 self._kept.popitem(last=False)
         return number
@@ -57,7 +61,7 @@ class Directions:
         with self._lock:
             found = self._kept.get(number)
         if found is None:
-            raise ConfigError(f"no direction {number}; upload it again")
+            raise ConfigError(f"no direction {number}; add it again")
         if len(found.values) != width:
             raise ConfigError(
                 f"{found.name} has {len(found.values)} values, but the tap has {width}"

@@ -26,6 +26,7 @@ from spile.serve.documents import (
     PageTexts,
     described,
 )
+from spile.serve.labels import accuracies, columns_of, direction_between, mean_rows
 from spile.serve.projection import has_umap, pca, similarities, umap
 from spile.serve.run_history import RunHistory
 
@@ -75,6 +76,9 @@ class Answers:
             "top": self._top,
             "similarity": self._similarity,
             "projection": self._projection,
+            "labels": self._labels,
+            "direction": self._direction,
+            "probe": self._probe,
         }
 
     def start(self) -> None:
@@ -333,9 +337,7 @@ class Answers:
 
     def _kept(self, column: str, made: "Ready | None") -> dict[str, Any]:
         """Return the values of a kept column for the points of a projection."""
-        if column not in self.explorer.dataset.recipe.keep:
-            known = ", ".join(self.explorer.dataset.recipe.keep) or "none"
-            raise ConfigError(f"no column {column!r} was kept; there are: {known}")
+        column = self._kept_column(column)
         units, docs = (tuple(made.value[name]) if made else () for name in ("unit", "doc"))
 
         def make() -> Ready:
@@ -343,6 +345,48 @@ class Answers:
 
         found = self._cache.ask(("kept", column), (units, docs), make)
         return {**found, "value": None if found["making"] else found["value"]}
+
+    def _labels(self, asked: Parameters) -> dict[str, Any]:
+        dataset = self.explorer.dataset
+
+        def make() -> Ready:
+            return Ready(plain(columns_of(dataset)))
+
+        return self._cache.ask("labels", dataset.num_units, make)
+
+    def _direction(self, asked: Parameters) -> dict[str, Any]:
+        dataset, tap = self.explorer.dataset, self._dense_tap(asked)
+        labels = self._two_labels(asked)
+
+        def make() -> Ready:
+            found = direction_between(dataset, mean_rows(dataset, [tap], *labels), tap)
+            column, positive, negative = labels
+            name = f"{column}: {positive} minus {negative}, {tap}"
+            number = self.explorer.directions.keep(name, found.pop("values"))
+            return Ready(plain({**found, "id": number}))
+
+        made = self._cache.ask(("direction", tap, *labels), dataset.num_units, make)
+        return {**made, "tap": tap, "directions": self.explorer.directions.listed()}
+
+    def _probe(self, asked: Parameters) -> dict[str, Any]:
+        dataset, labels = self.explorer.dataset, self._two_labels(asked)
+        taps = [*self.digest.moments]
+
+        def make() -> Ready:
+            return Ready(plain(accuracies(mean_rows(dataset, taps, *labels))))
+
+        return self._cache.ask(("probe", *labels), (tuple(taps), dataset.num_units), make)
+
+    def _two_labels(self, asked: Parameters) -> tuple[str, str, str]:
+        column = self._kept_column(asked.get("column", ""))
+        return column, asked.get("positive", ""), asked.get("negative", "")
+
+    def _kept_column(self, column: str) -> str:
+        kept = self.explorer.dataset.recipe.keep
+        if column not in kept:
+            known = ", ".join(kept) or "none"
+            raise ConfigError(f"no column {column!r} was kept; there are: {known}")
+        return column
 
     def _tap(self, asked: Parameters) -> str:
         """Return the requested tap, or the first; for an encoded tap, the tap of its values."""

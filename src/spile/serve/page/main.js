@@ -10,9 +10,10 @@ import { view as channels } from './view_channels.js';
 import { view as similarity } from './view_similarity.js';
 import { view as projection } from './view_projection.js';
 import { view as latents } from './view_latents.js';
+import { view as labels } from './view_labels.js';
 
-const VIEWS = { run, documents, layers, channels, similarity, projection, latents };
-const KINDS = { channels: 'dense', similarity: 'dense', projection: 'dense', latents: 'latents' }; // of the taps that a view is of
+const VIEWS = { run, documents, layers, channels, similarity, projection, latents, labels };
+const KINDS = { channels: 'dense', similarity: 'dense', projection: 'dense', latents: 'latents', labels: 'dense' }; // of the taps that a view is of
 const NAMES = Object.keys(VIEWS);
 const POLL = 2000;
 
@@ -78,11 +79,11 @@ function drawStrip() {
   strip.replaceChildren(...parts);
 }
 
-const offered = (view) => !KINDS[view] || !page.dataset || page.taps(KINDS[view]).length > 0;
+const offered = (view) => !page.dataset || ((!KINDS[view] || page.taps(KINDS[view]).length > 0) && (view !== 'labels' || page.dataset.columns.length > 0));
 
 /** What stands in for a view that no tap of the dataset is for. */
 function nothing(view) {
-  const why = KINDS[view] === 'latents' ? 'No tap of this dataset holds latents.' : 'Every tap of this dataset holds latents; this view is of dense rows.';
+  const why = view === 'labels' && page.taps('dense').length ? 'No column was kept of the corpus: extract with --keep.' : KINDS[view] === 'latents' ? 'No tap of this dataset holds latents.' : 'Every tap of this dataset holds latents; this view is of dense rows.';
   return { element: h('section', { className: 'view', ariaLabel: view }, h('p', { className: 'empty' }, why)), update: () => {} };
 }
 
