@@ -169,7 +169,7 @@ def wait_for_a_moment(world: Group, out: Path, rng: random.Random, *, early: boo
         time.sleep(rng.uniform(0, 6))
         return START + SOON
     began = (lambda: done(out) > before) if chance < 0.8 else (lambda: "devices (" in world[0].err)
-    wait_until(lambda: began() or not world.running, 60, world.said)
+    wait_until(lambda: began() or not world.running, 600, world.said)
     time.sleep(rng.uniform(0, 0.5))
     return SOON
 
