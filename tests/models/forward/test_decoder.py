@@ -91,6 +91,8 @@ ALIKE = ("qwen2", "qwen3-gqa", "phi3-gqa", "granite-gqa", "olmo-mha-clipped",
          "stablelm-mqa-parallel-qknorm", "gptj", "opt", "bloom", "museglimmer-gqa",
          "deepseek2-bias", "mamba2", "falconh1-gqa", "lfm2-gqa", "phimoe-gqa")  # fmt: skip
 # Fewer layers for the suite, still of every kind; of others but KINDS, two.
+# Models whose values in float32 HF itself rounds by nearly the tolerance: 1.7e-5 of layer_embed_out.
+INEXACT = ("gemma4-experts-all",)
 DEPTHS: dict[str, dict[str, Any]] = {
     **{name: {"num_hidden_layers": 2} for name in ALIKE},
     "cohere2-gqa": {},
@@ -266,7 +268,7 @@ def assert_agrees(found: dict[str, np.ndarray], truth: list[dict[str, np.ndarray
 def test_every_tap_agrees_with_hf(name: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     depth = {} if pytestconfig.getoption("--chaos-full") else DEPTHS.get(name, {})
     model, checkpoint = saved(SUPPORTED[name], tmp_path, **depth)
-    truth = truth_of(model)
+    truth = truth_of(model.double() if name in INEXACT else model)
     taps = all_taps(checkpoint.arch)
     assert {tap.name for tap in taps} == set(truth[0])
     assert_agrees(run(checkpoint, without_pattern(taps)), truth)
