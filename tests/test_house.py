@@ -18,6 +18,7 @@ JAX = ("models/forward/", "run/", "compile/", "interop/jax_loader.py")
 EXEMPT = {
     "check/hf_modules.py": "check/test_reference.py",
     "check/load.py": "check/test_compare.py",
+    "check/sampled.py": "e2e/test_pool.py",
     "corpus/chats/rows.py": "e2e/test_chats.py",
     "corpus/files.py": "corpus/test_units.py",
     "corpus/formats/byte_files.py": "corpus/formats/test_text.py",
@@ -49,6 +50,7 @@ EXEMPT = {
     "objects/memory.py": "contracts/test_objects.py",
     "objects/rooted.py": "contracts/test_objects.py",
     "plan/fetch.py": "e2e/test_hub.py",
+    "plan/pooling.py": "e2e/test_pool.py",
 }
 
 

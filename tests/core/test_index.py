@@ -1,6 +1,6 @@
 """The index is stored: its bits and types never change."""
 
-from spile.core.index import DOCUMENT_COLUMNS, FLAGS, INDEX_DTYPE, ROLES
+from spile.core.index import DOCUMENT_COLUMNS, FLAGS, INDEX_DTYPE, ROLES, index_dtype
 
 
 def test_flags_are_these_bits() -> None:
@@ -17,3 +17,12 @@ def test_columns_are_of_these_types() -> None:
     }  # fmt: skip
     assert max(FLAGS.values()) < 1 << 16
     assert len({*DOCUMENT_COLUMNS}) == len(DOCUMENT_COLUMNS)
+
+
+def test_a_pooled_index_has_three_columns_more() -> None:
+    pooled = index_dtype(pooled=True)
+    assert [(name, pooled[name].str) for name in pooled.names or ()] == [
+        *((name, INDEX_DTYPE[name].str) for name in INDEX_DTYPE.names or ()),
+        ("span", "<i4"), ("start", "<i4"), ("count", "<i4"),
+    ]  # fmt: skip
+    assert index_dtype(pooled=False) == INDEX_DTYPE

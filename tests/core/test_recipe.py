@@ -39,6 +39,7 @@ OTHER: dict[str, Any] = {
     "taps": ("embed", "resid_post.2"),
     "where": "not bos",
     "every": 2,
+    "pool": "mean",
     "seq_len": 129,
     "pack": "none",
     "long_docs": "truncate",

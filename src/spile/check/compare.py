@@ -24,10 +24,12 @@ import numpy as np
 
 from spile.check.load import References, Taps, load_references, versions
 from spile.check.named import named_values, values_named_in
+from spile.check.sampled import SampledRows, sampled_rows
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError, StoreError
 from spile.core.libraries import import_library
 from spile.core.recipe import TOPS, latent_names
+from spile.corpus.pack import PackedUnit
 from spile.dataset import format as fmt
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.document import Document
@@ -40,7 +42,7 @@ from spile.models.files.sae import Arrays, SparseEncoder, activations, load_arra
 from spile.models.splices import FUNCTION
 from spile.models.taps import Tap
 from spile.objects import open_objects
-from spile.plan.job import ExtractionJob, prepare_unit
+from spile.plan.job import ExtractionJob, PreparedUnit, prepare_unit
 from spile.plan.resolve import resolve
 
 _log = logging.getLogger("spile.check")
@@ -51,7 +53,6 @@ _MARGIN = 2.0  # over the reference's own floor
 # (docs/exactness.md).
 _MARGIN_OF_WORST = 4.0
 _DRAWS = 4  # more results of the reference, if a row exceeds that
-_CONTEXTS_PER_DOCUMENT = 2
 # Below float32 a token may legitimately choose another expert: these shares of the stored rows, and
 # of the reference's own, may be far off. They differ, so that equal numbers on both sides pass.
 _SPARED, _SPARED_FLOOR = 0.2, 0.1
@@ -200,10 +201,10 @@ def _check_taps(
     with warnings.catch_warnings():
         # On a processor without fast bfloat16, torch warns with a page of stack frames.
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")
-        for document, tokens in _sampled(dataset, job, samples):
+        for document, tokens, packed in _sampled(dataset, job, samples):
             if documents >= samples and compared.enough:
                 break
-            compared.add(document, tokens)
+            compared.add(document, tokens, packed)
             documents += 1
     if not documents:
         return None
@@ -237,8 +238,8 @@ def _joined(reports: Sequence[CheckReport]) -> CheckReport:
 
 def _sampled(
     dataset: Dataset, job: ExtractionJob, samples: int
-) -> Iterator[tuple[Document, np.ndarray]]:
-    """Documents with stored rows, from evenly spread units, and all tokens of each.
+) -> Iterator[tuple[Document, np.ndarray, PackedUnit]]:
+    """Documents with stored rows, from evenly spread units, all tokens of each, and its unit.
 
     After `samples` documents it yields some more, in case those are not enough.
     """
@@ -253,19 +254,16 @@ def _sampled(
     rng = np.random.default_rng(0)
     seen: set[int] = set()
     with closing(job.reader()) as reader:
-        prepared: int | None = None
-        read: list[tuple[int, np.ndarray]] = []
+        prepared: PreparedUnit | None = None
         for unit in chosen:
-            if unit != prepared:  # with few units, each is chosen many times in a row
-                prepared = unit
-                read = list(
-                    prepare_unit(job, reader, job.units[unit], with_table=False).tokens.items()
-                )
+            if prepared is None or unit != prepared.unit:  # with few, each is chosen many times
+                prepared = prepare_unit(job, reader, job.units[unit], with_table=False)
+            read = list(prepared.tokens.items())
             for number in rng.permutation(len(read)):
                 ordinal, tokens = read[int(number)]
                 if ordinal not in seen and dataset.has_document(ordinal):
                     seen.add(ordinal)
-                    yield dataset.document(ordinal), tokens
+                    yield dataset.document(ordinal), tokens, prepared.packed
                     break
 
 
@@ -298,7 +296,8 @@ class _Comparison:
         """Whether the check has enough rows."""
         return self.rows >= (1 if self._by_row else _FEWEST_ROWS)
 
-    def add(self, document: Document, tokens: np.ndarray) -> None:
+    def add(self, document: Document, tokens: np.ndarray, packed: PackedUnit) -> None:
+        """`packed`: the document's unit."""
         recipe = self._recipe
         offsets = document.index["offset"]
         inside = offsets.max() < len(tokens)
@@ -306,17 +305,12 @@ class _Comparison:
             raise StoreError(
                 f"document {document.index['doc'][0]}: its tokens differ from the corpus's"
             )
-        starts = np.unique(offsets // recipe.seq_len)[:_CONTEXTS_PER_DOCUMENT] * recipe.seq_len
-        for start in starts.tolist():
-            context = tokens[start : start + recipe.seq_len]
-            rows = np.flatnonzero((offsets >= start) & (offsets < start + len(context)))
-            self.rows += self._add_context(document, context, rows, offsets[rows] - start)
-            self.tokens += len(context)
+        for sampled in sampled_rows(document, tokens, packed, recipe.pool, recipe.seq_len):
+            self.rows += self._add_rows(document, sampled)
+            self.tokens += sum(map(len, sampled.contexts))
 
-    def _add_context(
-        self, document: Document, context: np.ndarray, rows: np.ndarray, places: np.ndarray
-    ) -> int:
-        """Compare the rows of one context; return how many have only one correct value."""
+    def _add_rows(self, document: Document, sampled: SampledRows) -> int:
+        """Compare some rows of a document; return how many have only one correct value."""
         wanted = self._recipe.taps
         neighbours = {tap: _neighbour(tap, self._arch) for tap in wanted}
         experts = self._experts if self._by_row else None
@@ -324,17 +318,18 @@ class _Comparison:
         logits = {"logits"} if self._half else set[str]()
         beside = filter(None, neighbours.values())
         named = filter(None, map(values_named_in, wanted))
-        exact = self._exact(context, {*wanted, *routers, *logits, *beside, *named})
-        rough = self._rough(context, {*wanted, *routers, *logits})
-        half = self._half(context, {*wanted, *logits}) if self._half else {}
+        exact = sampled.taps(self._exact, {*wanted, *routers, *logits, *beside, *named})
+        rough = sampled.taps(self._rough, {*wanted, *routers, *logits})
+        half = sampled.taps(self._half, {*wanted, *logits}) if self._half else {}
         for dtype, found in (("float8_e4m3", rough), ("bfloat16", half)) if half else ():
             moved = divergence(exact["logits"], found["logits"])
             self._divergences.setdefault(dtype, []).append(moved)
-        decided = len(context)
+        everywhere = np.arange(sampled.count)
         if experts:
             decided = _before_a_tie(exact, rough, experts.chosen)
-            rows, places = rows[places < decided], places[places < decided]
-        everywhere = np.arange(decided)
+            sampled = sampled.before(decided)
+            everywhere = sampled.places if sampled.by else np.arange(decided)
+        rows, places = sampled.rows, sampled.places
         suspected: dict[str, Any] = {}
 
         def of_tap(tap: str, values: np.ndarray, tokens: np.ndarray | None = None) -> np.ndarray:
@@ -347,8 +342,8 @@ class _Comparison:
 
         for tap in wanted:
             beside, name, sparse = neighbours[tap], self._name(tap), self._sparse.get(tap)
-            truth, rounded = exact[tap], rough.get(tap, exact[tap])
-            other = np.roll(truth, 1, axis=0) if beside is None else exact[beside]
+            truth, rounded = map(sampled.pooled, (exact[tap], rough.get(tap, exact[tap])))
+            other = sampled.another(exact[tap]) if beside is None else sampled.pooled(exact[beside])
             if sparse:
                 truth, rounded, other = map(sparse.encode, (truth, rounded, other))
                 computed = rounded
@@ -370,7 +365,7 @@ class _Comparison:
                 )
                 zeros = np.zeros_like(truth)
             if half:
-                other_dtype = half.get(tap, exact[tap])
+                other_dtype = sampled.pooled(half.get(tap, exact[tap]))
                 values = sparse.encode(other_dtype) if sparse else of_tap(tap, other_dtype)
                 squares = _squares(values[places], truth[places], exact=_exactly(tap))
                 self._distances[name].setdefault("bfloat16", []).append(squares)
@@ -390,9 +385,10 @@ class _Comparison:
                 suspected[tap] = truth
         # A row that depends on the last digits may be as far off in another correct result.
         for seed in range(_DRAWS if suspected else 0):
-            again = self._again(context, suspected, noise=seed)
+            again = sampled.taps(self._again, suspected, noise=seed)
             for tap, truth in suspected.items():
-                found, sparse = again.get(tap, exact[tap]), self._sparse.get(tap)
+                found = sampled.pooled(again.get(tap, exact[tap]))
+                sparse = self._sparse.get(tap)
                 values = (sparse.encode(found) if sparse else of_tap(tap, found))[everywhere]
                 squares = _squares(values, truth[everywhere], exact=_exactly(tap))
                 known = self._distances[self._name(tap)]["computed of all"]

@@ -127,6 +127,11 @@ class Recipe(Options):
         common=True,
     )
     every: int | None = count("keep every N-th row of a context, after --where")
+    pool: str | None = option(
+        "store one row for several tokens: mean, max, last or first, of those that --where and "
+        "--every keep of each document; or of each turn (mean:turn) or role (mean:assistant) of a "
+        "chat, or of spans of characters that a column gives (mean:COLUMN)"
+    )
     seq_len: int | None = count(
         "tokens in a context [2048, or the model's maximum]",
         minimum=8,

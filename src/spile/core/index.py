@@ -1,4 +1,6 @@
-"""The index: the metadata of each stored row. One entry per token."""
+"""The index: the metadata of each stored row. One entry per token, or per span that was pooled."""
+
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +27,23 @@ INDEX_DTYPE = np.dtype(
         ("flags", np.uint16),
     ]
 )
+
+# Of a pooled dataset, each row of which stands for a span of a document. The columns above belong
+# to the last kept token of the span (for `first`: to its first).
+POOLED_INDEX_DTYPE = np.dtype(
+    [
+        *((name, INDEX_DTYPE[name]) for name in INDEX_DTYPE.names or ()),
+        ("span", np.int32),  # the span's number in its document
+        ("start", np.int32),  # the offset of its first kept token
+        ("count", np.int32),  # how many kept tokens it has
+    ]
+)
+
+
+def index_dtype(*, pooled: bool) -> np.dtype[Any]:
+    """Return the columns of a dataset's index."""
+    return POOLED_INDEX_DTYPE if pooled else INDEX_DTYPE
+
 
 # The first columns of the documents table of each unit; columns chosen from the corpus follow.
 DOCUMENT_COLUMNS = ("doc", "tokens", "rows", "first_row", "skipped", "preview")

@@ -27,7 +27,9 @@ OF_A_PASS = ("taps", "encode", "latents", "top_logits", "compute_dtype", "store_
 TOPS = (*LARGEST,)  # how many values taps keep that keep the largest
 # Fields that are left out of a stored recipe if nothing is given: so fingerprints stay as they were
 # before there were any.
-_LATER: dict[str, Any] = {"splice": (), "splice_source": None, **dict.fromkeys(TOPS)}
+_LATER: dict[str, Any] = {
+    "splice": (), "splice_source": None, "pool": None, **dict.fromkeys(TOPS)
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,7 @@ class ResolvedRecipe:
     splice: tuple[str, ...] = ()  # identities of splices, in the order in which they apply
     where: str | None
     every: int | None
+    pool: str | None = None  # how tokens become one row: `Pool`
     seq_len: int
     pack: str
     long_docs: str
@@ -105,8 +108,8 @@ class ResolvedRecipe:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every token the model reads is stored."""
-        return self.where is None and self.every in (None, 1)
+        """Whether every token the model reads is stored, as a row of its own."""
+        return self.where is None and self.every in (None, 1) and self.pool is None
 
     def identity(self) -> dict[str, Any]:
         """The fields that define the dataset, as JSON values."""
@@ -118,7 +121,7 @@ class ResolvedRecipe:
 
     def to_json(self) -> dict[str, Any]:
         everything = json.loads(json.dumps(dataclasses.asdict(self)))
-        without = {name for name in TOPS if getattr(self, name) is None}
+        without = {name for name in ("pool", *TOPS) if getattr(self, name) is None}
         without |= set[str]() if self.splice else {"splice", "splice_source"}
         return {name: value for name, value in everything.items() if name not in without}
 

@@ -5,13 +5,14 @@ placed first-fit by decreasing length, so that short ones fill the gaps. Each ro
 contexts, one after another, and padding only at its end. Tokens are stored in this order.
 
 A filter chooses which tokens become stored rows. It never moves anything: all tokens are packed,
-but rows without a chosen token are left out.
+but rows without a chosen token are left out. `--pool` then makes one stored row of several tokens:
+each packed row says which of its tokens belong together (`pooled_spans.py`).
 """
 
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,8 @@ import numpy as np
 
 from spile.core.expressions import RowFilter
 from spile.core.index import END, FIRST, INDEX_DTYPE, LAST
+from spile.core.pool import Pool
+from spile.corpus.pooled_spans import PooledSpans
 from spile.corpus.tokenize import TextTokenizer
 
 
@@ -32,6 +35,17 @@ class PackedRows:
     lengths: np.ndarray  # real tokens of each row
     columns: np.ndarray | None  # [rows, most]: positions of kept tokens, then 0; None: all are kept
     counts: np.ndarray  # kept tokens of each row
+    # If values are pooled: the slot of each kept token, from 1, then 0; [rows, most]. And
+    # [rows, slots]: how many tokens each slot has. A row's slots are used from the first on.
+    slots: np.ndarray | None = field(default=None, kw_only=True)
+    sizes: np.ndarray | None = field(default=None, kw_only=True)
+
+    @property
+    def leaving(self) -> tuple[np.ndarray, int]:
+        """How many values of each row leave the device, and the number of places for them."""
+        if self.sizes is not None:
+            return np.count_nonzero(self.sizes, axis=1), self.sizes.shape[1]
+        return self.counts, (self.tokens if self.columns is None else self.columns).shape[1]
 
     def each(self, change: Callable[[np.ndarray], np.ndarray]) -> dict[str, Any]:
         """Return the arrays by name, each changed in the same way."""
@@ -53,10 +67,16 @@ class PackedUnit(PackedRows):
     The counts of documents, contexts and tokens are those before the filter.
     """
 
-    index: np.ndarray  # one entry per kept token, in stored order
+    index: np.ndarray  # one entry per stored row, in stored order
     doc_tokens: Mapping[int, int]  # tokens of each document read
     num_contexts: int
     num_tokens: int
+    pooled: PooledSpans | None = None  # if rows stand for spans
+
+    @property
+    def entries(self) -> np.ndarray:
+        """An index entry for each kept token, in packed order."""
+        return self.pooled.entries if self.pooled and self.sizes is not None else self.index
 
     @property
     def num_docs(self) -> int:
@@ -64,16 +84,22 @@ class PackedUnit(PackedRows):
 
     @property
     def num_rows(self) -> int:
-        """The number of stored rows, which is that of kept tokens."""
+        """The number of stored rows: that of kept tokens, or of spans."""
         return len(self.index)
 
     def first(self, rows: int) -> "PackedUnit":
-        """Return only the first packed rows."""
+        """Return only the first packed rows. (Pooled ones may need others, too.)"""
+        assert self.sizes is None
         cut = replace(self, **self.each(lambda array: array[:rows]))
         return replace(cut, index=self.index[: int(cut.counts.sum())])
 
     def run_of(self, part: int, parts: int) -> tuple[int, int]:
-        """Return the first stored row of one of several equal parts, and the number of its rows."""
+        """Return the first stored row of one of several equal parts, and the number of its rows.
+
+        Pooled rows all belong to the first part: a span's tokens may lie in several.
+        """
+        if self.sizes is not None:
+            return (0, len(self.index)) if part == 0 else (len(self.index), 0)
         share = -(-len(self.counts) // parts)
         before = int(self.counts[: part * share].sum())
         return before, int(self.counts[part * share : (part + 1) * share].sum())
@@ -86,8 +112,10 @@ class PackedUnit(PackedRows):
         The last group is first halved while it still holds the rest, but not below `fewest` rows
         (`rows` by default), and only to multiples of `quantum`, since each size must be compiled.
         With several `parts`, each part of the unit gets its share of every batch: consecutive rows
-        of its own.
+        of its own. Batches of pooled rows hold consecutive rows of the unit, so that the parts of
+        spans come in packed order.
         """
+        parts = 1 if self.sizes is not None else parts
         share, each = -(-len(self.lengths) // parts), rows // parts
         for first in range(0, share, each):
             while each // 2 * parts >= max(fewest or rows, (share - first) * parts) and (
@@ -144,16 +172,22 @@ def pack_unit(
     rows: RowFilter | None = None,
     roles: Sequence[np.ndarray] = (),
     apart: Sequence[int] = (),
+    pool: Pool | None = None,
+    spans: Sequence[np.ndarray] = (),
 ) -> PackedUnit:
     """Cut documents into contexts, place the contexts in rows, and index every kept token.
 
     Args:
         apart: the number of documents in each run that is packed by itself; empty: all together.
         roles: flags of each document's tokens; empty if the documents have no speakers.
+        pool: how tokens make one row together; None: each is a row.
+        spans: the number of each token's span in its document, negative for tokens of none; empty
+            if the document is the span.
     """
     contexts: list[tuple[int, int, np.ndarray]] = []  # document, offset of its first token, tokens
     ends: list[int] = []  # flags of each context's last token
     said: list[np.ndarray | int] = []  # flags of each context's tokens
+    spanned: list[np.ndarray | int] = []  # their spans
     most = seq_len if long_docs == "truncate" else sys.maxsize
     stops = [min(len(tokens), most) for tokens in documents]
     for number, (ordinal, tokens, stop) in enumerate(zip(ordinals, documents, stops, strict=True)):
@@ -161,6 +195,7 @@ def pack_unit(
             contexts.append((ordinal, offset, tokens[offset : min(offset + seq_len, stop)]))
             ends.append(LAST if offset + seq_len < stop else LAST | END)
             said.append(roles[number][offset : min(offset + seq_len, stop)] if roles else 0)
+            spanned.append(spans[number][offset : min(offset + seq_len, stop)] if spans else 0)
 
     lengths = np.array([len(tokens) for _, _, tokens in contexts], np.int64)
     if pack == "none":
@@ -178,6 +213,7 @@ def pack_unit(
     ids, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
     filled = np.zeros(len(bins), np.int32)
     index = np.zeros(int(lengths.sum()), INDEX_DTYPE)
+    span_of = np.zeros(len(index), np.int64)
     done = 0
     for row, items in enumerate(bins):
         column = 0
@@ -196,6 +232,7 @@ def pack_unit(
             entry["flags"] = tokenizer.flags(tokens) | said[item]
             entry["flags"][0] |= FIRST
             entry["flags"][-1] |= ends[item]
+            span_of[done : done + count] = spanned[item]
             column += count
             done += count
         filled[row] = column
@@ -214,7 +251,8 @@ def pack_unit(
         num_contexts=len(contexts),
         num_tokens=len(index),
     )
-    return unit if rows is None or rows.keeps_all else _filtered(unit, rows.mask(index))
+    mask = np.ones(len(index), np.bool_) if rows is None else rows.mask(index)
+    return _filtered(unit, mask) if pool is None else _pooled(unit, mask, span_of, pool)
 
 
 def bucket(n: int, seq_len: int) -> int:
@@ -236,3 +274,30 @@ def _filtered(unit: PackedUnit, mask: np.ndarray) -> PackedUnit:
     columns[np.arange(columns.shape[1]) < counts[:, None]] = np.nonzero(kept)[1]
     rows = replace(unit, **unit.each(lambda array: array[full]))
     return replace(rows, columns=columns, counts=counts, index=unit.index[mask])
+
+
+def _pooled(unit: PackedUnit, mask: np.ndarray, spans: np.ndarray, pool: Pool) -> PackedUnit:
+    """Make one stored row of the kept tokens of each span of an unfiltered unit."""
+    kept = mask & (spans >= 0)
+    places = np.nonzero(unit.segments)[0][kept]
+    found = PooledSpans.of(unit.index[kept], spans[kept], places, pool)
+    if not pool.sums:  # each row is a token
+        chosen = np.zeros(len(mask), np.bool_)
+        chosen[np.flatnonzero(kept)[found.shown]] = True
+        return replace(_filtered(unit, chosen), index=found.index, pooled=found)
+    left = _filtered(unit, kept)
+    slots, parts = found.slots
+    used = parts[parts > 0]
+    width = left.leaving[1]
+    laid = np.zeros((len(used), width), np.int32)
+    laid[np.arange(width) < left.counts[:, None]] = slots
+    sizes = np.zeros((len(used), slots_for(int(used.max(initial=1)))), np.int32)
+    sizes[np.arange(sizes.shape[1]) < used[:, None]] = np.bincount(
+        np.repeat(np.cumsum(used) - used, left.counts) + slots - 1
+    )
+    return replace(left, slots=laid, sizes=sizes, index=found.index, pooled=found)
+
+
+def slots_for(parts: int) -> int:
+    """Round up to 4, 16, 64, …: a step is compiled for each number of slots."""
+    return 4 ** max(1, -(-max(1, parts - 1).bit_length() // 2))

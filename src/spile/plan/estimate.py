@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from spile.core.config import STORE_DTYPES, Runtime
 from spile.core.errors import ConfigError
-from spile.core.index import INDEX_DTYPE
+from spile.core.pool import reduces
 from spile.core.tensors import DTYPES_BY_NAME, HEADER_ALIGN
 from spile.core.threads import mapped
+from spile.corpus.pack import slots_for
 from spile.dataset.codec.columns import Ints
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.table import Table
@@ -176,6 +177,9 @@ def step_of(job: ExtractionJob, rows: int, platform: str, cuts: Cuts) -> Workloa
         encoders=job.encoders,
         splices=job.splices,
         packed=job.checkpoint.packed_bytes() if cuts.layout.size == 1 else {},
+        pool=reduces(recipe.pool),
+        # (A span that begins in a packed row, and one that ends there.)
+        slots=slots_for(math.ceil(job.table.kept * recipe.seq_len) + 1),
     )
 
 
@@ -223,7 +227,7 @@ def estimate(
         units=len(job.units),
         units_done=len(done),
         bytes_per_tap={tap: kept_rows * info.row_bytes for tap, info in table.items()},
-        index_bytes=kept_rows * INDEX_DTYPE.itemsize,
+        index_bytes=kept_rows * job.table.index_dtype.itemsize,
         overhead_bytes=overhead,
         kept_bytes=round(total.kept),
         remaining_bytes=min(unwritten, runtime.max_bytes or unwritten),
@@ -238,7 +242,8 @@ def estimate(
         + waiting
         + residency.host_bytes,
         bytes_by_dtype={
-            dtype: kept_rows * (_row_bytes_as(job, dtype) + INDEX_DTYPE.itemsize) + overhead
+            dtype: kept_rows * (_row_bytes_as(job, dtype) + job.table.index_dtype.itemsize)
+            + overhead
             for dtype in STORE_DTYPES
         },
         monthly_dollars=price and price.monthly(min(whole, runtime.max_bytes or whole)),
@@ -286,9 +291,11 @@ def _pipeline_bytes(job: ExtractionJob, runtime: Runtime, rows: int) -> int:
     """Return the bytes that a process holds in its queues, of `rows` rows in a step."""
     per_row = sum(info.row_bytes for info in job.table.taps.values())
     in_flight = 2 * runtime.queue_depth + 1
+    if job.recipe.pool:
+        per_row *= min(1.0, 4 * job.table.kept)  # (in float32, in slots that are not all used)
     # Three units at once: one is packed, one computes, one is committed.
     units = 3 * 64 * int(job.table.units.tokens.max())
-    return in_flight * rows * job.recipe.seq_len * per_row + units
+    return int(in_flight * rows * job.recipe.seq_len * per_row) + units
 
 
 def _rows_left(job: ExtractionJob, done: set[int], left: Counted) -> Ints:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from spile.core.expressions import DocumentFilter, RowFilter
+from spile.core.pool import Pool
 from spile.core.recipe import ResolvedRecipe
 from spile.core.units import Unit
 from spile.corpus.chats.rows import RowReader
@@ -30,6 +31,7 @@ from spile.models.files.sae import SparseEncoder
 from spile.models.sites import AFTER_BLOCKS
 from spile.models.splices import Splice
 from spile.models.taps import Tap
+from spile.plan.pooling import spans_of
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,8 @@ def prepare_documents(
     digest, ordinals = documents.digest(), documents.ordinals
     with timed("tokenizing"):
         tokens, flags = tokenize(tokenizer, documents)
+    pool = Pool.parse(recipe.pool) if recipe.pool else None
+    spans = spans_of(pool, tokens, flags)
     selection = selection_of(recipe)
     reasons = [selection.refuses_length(len(ids)) for ids in tokens]
     chosen = [number for number, reason in enumerate(reasons) if not reason]
@@ -173,6 +177,8 @@ def prepare_documents(
             rows=RowFilter(recipe.where, recipe.every),
             roles=[flags[number] for number in chosen] if flags else (),
             apart=_packed_of_each(documents, packed_apart, {ordinals[n] for n in chosen}),
+            pool=pool,
+            spans=[spans[number] for number in chosen] if spans else (),
         )
     left_out = {
         ordinal: reason for ordinal, reason in zip(ordinals, reasons, strict=True) if reason

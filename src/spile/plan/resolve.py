@@ -20,6 +20,7 @@ from spile.core.errors import ConfigError, DriftError, InputError
 from spile.core.expressions import RowFilter
 from spile.core.humanize import plural
 from spile.core.identity import contents_digest, sampled_digests
+from spile.core.pool import Pool
 from spile.core.recipe import OF_EACH_ROW, TOPS, ResolvedRecipe
 from spile.core.units import Unit
 from spile.corpus.chat_layouts import refuse_other_layout, settle_chats
@@ -61,6 +62,7 @@ from spile.plan.growth import (
     refuse_other_growth,
 )
 from spile.plan.job import ExtractionJob, open_reader, prepare_documents
+from spile.plan.pooling import refuse_pool
 from spile.plan.roofline import cpu_unit_tokens
 from spile.plan.splices import (
     SAE,
@@ -143,6 +145,7 @@ def resolve(
         if recipe.splice and splices
         else None,
     )
+    refuse_pool(resolved, taps, encoders, reading)
     tokenizer = _open_tokenizer(checkpoint, resolved)
     reading = reading or read_ids(resolved, tokenizer, checkpoint.arch.vocab_size)
     keep = settled_columns(recipe.keep, files, recipe.text_column, reading)
@@ -310,12 +313,17 @@ def _refuse_unlike(other: Ledger, like: Table, made: Table, directory: AnyPath) 
             "another --out"
         )
     old, new = like.recipe.identity(), made.recipe.identity()
-    unlike = [name for name in old if name not in OF_EACH_ROW and old[name] != new.get(name)]
+    chosen = ("pool", "where", "every") if new.get("pool") else ()  # spans of the same tokens
+    unlike = [
+        name
+        for name in {**old, **new}
+        if name not in (*OF_EACH_ROW, *chosen) and old.get(name) != new.get(name)
+    ]
     if unlike:
         told = "; ".join(
             "the corpus has changed"
             if name == "corpus"
-            else f"{flag_of(name)} is {old[name]} there, {new.get(name)} here"
+            else f"{flag_of(name)} is {old.get(name)} there, {new.get(name)} here"
             for name in unlike
         )
         raise ConfigError(f"{asked}: the rows would differ: {told}")
@@ -389,6 +397,7 @@ def _settled(
         encode={tap: identity(encoder.sae) for tap, encoder in encoders.items()},
         where=rows.where,
         every=rows.every,
+        pool=recipe.pool and str(Pool.parse(recipe.pool)),
         seq_len=seq_len,
         pack=recipe.pack or "ffd",
         long_docs=recipe.long_docs or "split",
@@ -503,7 +512,7 @@ def _shares(
     """
     if resolved.reads_all and resolved.keeps_all:
         return 1.0, 1.0
-    whole = dataclasses.replace(resolved, where=None, every=None)
+    whole = dataclasses.replace(resolved, where=None, every=None, pool=None)
     chosen = RowFilter(resolved.where, resolved.every)
     every = read = rows = 0
     indexes: list[np.ndarray] = []
@@ -514,7 +523,11 @@ def _shares(
         sampled = sum(len(ids) for ids in found.tokens.values())
         every += round(sampled * reader.opened(file).times_longer(taken))
         read += found.packed.num_tokens
-        rows += int(chosen.mask(found.packed.index).sum())
+        if resolved.pool is None:
+            rows += int(chosen.mask(found.packed.index).sum())
+        else:
+            pooled = prepare_documents(resolved, tokenizer, first_ones, with_table=False)
+            rows += pooled.packed.num_rows
         indexes.append(found.packed.index)
     if read and resolved.where:
         _warn_of_no_choice(resolved, np.concatenate(indexes))
@@ -546,7 +559,7 @@ def _warn_of_no_choice(resolved: ResolvedRecipe, index: np.ndarray) -> None:
 def _refuse_drift(
     ledger: Ledger, stored: Table, now: ResolvedRecipe, files: list[CorpusFile]
 ) -> None:
-    unsaid: dict[str, Any] = {"splice": [], **dict.fromkeys(TOPS)}
+    unsaid: dict[str, Any] = {"splice": [], "pool": None, **dict.fromkeys(TOPS)}
     old, new = unsaid | stored.whole_recipe.identity(), unsaid | now.identity()
     differences: dict[str, tuple[object, object]] = {}
     for name in old:

@@ -38,6 +38,7 @@ _EXPERT_TOKENS, _MOST_FOR_EXPERTS = 2048, 65536
 _SCORE = 4  # bytes: scores are float32
 _CHUNK = 64  # tokens per chunk of the gated delta rule or a state space
 _SCALE = 4  # bytes of a row's scale, for 8-bit rows
+_PART = 4  # bytes of a value of a span, which is float32 on the device
 _UNIT_SECONDS, _NOMINAL_CPU = 30, 1e11  # FLOP/s: about eight cores of a laptop
 _MOST_CPU_TOKENS = 64_000
 
@@ -91,6 +92,8 @@ class Workload:
     splices: tuple[Splice, ...] = ()
     # Bytes of the arrays of a block that can stay packed until they are used, by name.
     packed: Mapping[str, int] = field(default_factory=dict[str, int])
+    pool: str | None = None  # "mean" or "max", if the values of spans are reduced
+    slots: int = 0  # then the places for them in each packed row
 
     @property
     def depth(self) -> int:
@@ -169,6 +172,9 @@ class Workload:
     @cached_property
     def stored(self) -> int:
         """Bytes of the rows that leave the device."""
+        if self.pool:
+            values = sum(tap.width(self.arch, self.seq_len) for tap in self.taps)
+            return self.rows * self.slots * values * _PART // self.cuts.layout.size
         return self._held(sum(self._row_bytes(tap, self.store_dtype) for tap in self.taps))
 
     @cached_property
@@ -177,6 +183,9 @@ class Workload:
 
         A filter does not count as saving space: the row with the most kept tokens sets the width.
         """
+        if self.pool:  # and one tap's values as they are computed
+            widest = max(tap.width(self.arch, self.seq_len) for tap in self.taps)
+            return 2 * self.stored + self._own * widest * self.item
         late = self.store_dtype in QUANTIZED or self.encoders
         met = activation_dtype(self.compute_dtype) if late else self.store_dtype
         return self.stored + self._held(sum(self._met_bytes(tap, met) for tap in self.taps))

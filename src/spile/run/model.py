@@ -402,4 +402,4 @@ class Model:
 
 def _inputs(ids: jax.Array, segments: jax.Array) -> Inputs:
     positions = jnp.arange(ids.shape[1], dtype=jnp.int32)
-    return ids, jnp.broadcast_to(positions, ids.shape), segments, None
+    return Inputs(ids, jnp.broadcast_to(positions, ids.shape), segments)

@@ -32,6 +32,7 @@ from spile.objects import MemoryObjects
 from spile.plan.job import PreparedUnit
 from spile.run.assembly import Assembly
 from spile.run.pipeline.display import waiting
+from spile.run.pipeline.merging import SpanMerger, mergers
 from spile.run.pipeline.nonfinite import FiniteTaps
 from spile.run.step.step import StepOutput
 from spile.run.world.devices import prepared_device
@@ -381,27 +382,35 @@ class WindowQueue:
         self._filter = RowFilter(where, None) if where else None
         self._free: queue.Queue[WindowBuffer] = queue.Queue()
         for _ in range(_BUFFERS):
-            self._free.put(WindowBuffer(view.taps, {*view.taps}, view.index, order.window))
+            self._free.put(WindowBuffer(view.taps, {*view.taps}, view.entries, order.window))
         self._ready: queue.Queue[FilledWindow | BaseException] = queue.Queue()
         self._start: WindowStart = start
         self._count, self._buffer = 0, None
         self._unit, self._row = start.unit, 0  # the current unit, and its next row
         self._skip = start.row
         self._current: PreparedUnit | None = None
+        self._mergers: dict[str, SpanMerger] = {}  # of the current unit, if values are pooled
+        self._parts = 0  # that have arrived of it
 
     # -- the worker's side ---------------------------------------------------------------------
 
     def begin(self, prepared: PreparedUnit) -> None:
-        self._current, self._row = prepared, 0
+        self._current, self._row, self._parts = prepared, 0, 0
+        self._mergers = mergers(self._view.stored.table, prepared)
 
     def put(self, output: StepOutput) -> None:
         assert self._current
-        entries = self._current.packed.index[self._row : self._row + output.num_rows]
-        self._finite.check(output, self._current, self._row)
+        self._finite.check(output, self._current, self._parts)
+        self._parts += output.num_rows
+        rows = {tap: list(output.pieces_of(tap)) for tap in self._view.taps}
+        count = output.num_rows
+        for tap, pieces in rows.items() if self._mergers else ():
+            found, _ = self._mergers[tap].add(np.concatenate([parts for parts, _ in pieces]))
+            rows[tap], count = [(found, None)], len(found)
+        entries = self._current.packed.index[self._row : self._row + count]
         keep = np.ones(len(entries), np.bool_) if not self._filter else self._filter.mask(entries)
         keep[: max(0, self._skip - self._row)] = False
         chosen = np.flatnonzero(keep)
-        rows = {tap: list(output.pieces_of(tap)) for tap in self._view.taps}
         while len(chosen):
             if self._buffer is None:
                 self._buffer = self._wait()

@@ -10,11 +10,11 @@ import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from spile.core.errors import CorruptError, SpileError
-from spile.core.index import INDEX_DTYPE
 from spile.dataset.codec.columns import Ints
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.dtypes import STORED
@@ -123,7 +123,7 @@ class Digest:
             dataset.dtype(tap, STORED).itemsize * dataset.width(tap) for tap in dataset.taps
         )
         self._most_rows = max(self._block_rows, most_bytes // row_bytes)
-        self._sample = _empty(self._widths)
+        self._sample = _empty(self._widths, dataset.index_dtype)
         self._drawn: list[Sample] = []  # not joined yet, because joining copies the whole sample
         self._dataset, self.rows_read = dataset, 0
         # A row is sampled if its key is below this: 20% more rows than the sample holds.
@@ -241,9 +241,9 @@ class Digest:
         self._sample = sample
 
 
-def _empty(widths: dict[str, int]) -> Sample:
+def _empty(widths: dict[str, int], index: np.dtype[Any]) -> Sample:
     values = {tap: np.zeros((0, width), np.float32) for tap, width in widths.items()}
-    return Sample(np.zeros(0, INDEX_DTYPE), _NO_NUMBERS, _NO_NUMBERS, np.zeros(0), values)
+    return Sample(np.zeros(0, index), _NO_NUMBERS, _NO_NUMBERS, np.zeros(0), values)
 
 
 def joined(samples: list[Sample]) -> Sample:

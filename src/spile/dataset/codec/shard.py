@@ -44,9 +44,9 @@ def tap_tensors(tap: str, rows: int, info: TapInfo) -> list[TensorSpec]:
     return specs
 
 
-def index_tensors(rows: int) -> list[TensorSpec]:
-    """Return the tensors of an index: one for each column."""
-    return [(name, INDEX_DTYPE[name], (rows,)) for name in INDEX_DTYPE.names or ()]
+def index_tensors(rows: int, dtype: np.dtype[Any] = INDEX_DTYPE) -> list[TensorSpec]:
+    """Return the tensors of an index: one for each column of its dtype."""
+    return [(name, dtype[name], (rows,)) for name in dtype.names or ()]
 
 
 def statistics_tensors(stats: Mapping[str, TapStats]) -> dict[str, np.ndarray]:

@@ -3,6 +3,7 @@
 The device reduces each packed row in float32, in two passes: the second corrects the rounding error
 of the mean. The host merges the results in float64, in stored order. Packed rows are a function of
 recipe and unit, so the result does not depend on the batch size, the mesh or the machine count.
+Pooled rows exist on the host alone, which measures those that a packed row completes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,6 +30,19 @@ class TapStats:
     @classmethod
     def empty(cls, width: int) -> "TapStats":
         return cls(0, np.zeros(width), np.zeros(width), 0.0, 0.0, 0)
+
+    @classmethod
+    def of_rows(cls, rows: np.ndarray) -> "TapStats":
+        """Measure rows as they are stored, in float64."""
+        wide = rows.reshape(len(rows), -1).astype(np.float64)
+        finite = np.isfinite(wide)
+        with np.errstate(invalid="ignore"):  # infinities, if they were allowed
+            mean = wide.mean(axis=0)
+            m2 = np.square(wide - mean).sum(axis=0)
+            norms = np.sqrt(np.square(wide).sum(axis=1))
+        largest = np.abs(wide).max(initial=0.0, where=finite)
+        nonfinite = int(np.count_nonzero(~finite))
+        return cls(len(rows), mean, m2, float(norms.sum()), float(largest), nonfinite)
 
     @property
     def variance(self) -> np.ndarray:

@@ -291,7 +291,7 @@ def _assemble(
     there = new.units_there()
     rows = sum(int(part.records.catalog.rows[np.asarray(part.units)].sum()) for part in parts)
     if not there:
-        refuse_if_too_large(dest, table.taps, rows)
+        refuse_if_too_large(dest, table, rows)
         check_creates_once(dest)
     new.begin(parts[0].objects, parts[0].records)
     size, copier = 0, FileCopier(dest)

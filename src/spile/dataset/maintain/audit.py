@@ -14,7 +14,6 @@ import numpy as np
 import xxhash
 
 from spile.core.errors import CorruptError, SpileError
-from spile.core.index import INDEX_DTYPE
 from spile.core.units import Unit
 from spile.dataset import format as fmt
 from spile.dataset.codec.documents import read_documents, rows_of
@@ -96,7 +95,7 @@ def audit_unit(
             continue
         try:
             if file is done.index and table.shuffled:
-                content += _check_shuffled_index(held, done, audit)
+                content += _check_shuffled_index(held, table, done, audit)
             elif file is done.index:
                 content += _check_index(held, table, done, unit.doc_runs)
                 docs = None if content else read_tensors(held, file.key)["doc"]
@@ -167,16 +166,18 @@ def _check_bytes(objects: Objects, file: Shard, signed: str | None = None) -> It
         yield f"{file.key}: is not the file that was signed"
 
 
-def _index_columns(objects: Objects, done: Done) -> dict[str, np.ndarray] | None:
+def _index_columns(objects: Objects, table: Table, done: Done) -> dict[str, np.ndarray] | None:
     header = read_shard_header(objects, done.index.key)
-    if not contains_exactly(header, index_tensors(done.rows)):
+    if not contains_exactly(header, index_tensors(done.rows, table.index_dtype)):
         return None
     return read_tensors(objects, done.index.key)
 
 
-def _check_shuffled_index(objects: Objects, done: Done, audit: Audit) -> Iterator[str]:
+def _check_shuffled_index(
+    objects: Objects, table: Table, done: Done, audit: Audit
+) -> Iterator[str]:
     """Check an index whose rows come from the whole corpus."""
-    columns = _index_columns(objects, done)
+    columns = _index_columns(objects, table, done)
     if columns is None:
         yield f"{done.index.key}: is not an index of {done.rows} rows"
         return
@@ -184,7 +185,7 @@ def _check_shuffled_index(objects: Objects, done: Done, audit: Audit) -> Iterato
     doc, offset = columns["doc"][order], columns["offset"][order]
     if not (np.diff(doc) | np.diff(offset)).all():
         yield f"{done.index.key}: a token is doubled"
-    index = np.empty(done.rows, INDEX_DTYPE)
+    index = np.empty(done.rows, table.index_dtype)
     for name, column in columns.items():
         index[name] = column
     audit.entries = entries_sum(index)
@@ -193,7 +194,7 @@ def _check_shuffled_index(objects: Objects, done: Done, audit: Audit) -> Iterato
 def _check_index(
     objects: Objects, table: Table, done: Done, runs: Sequence[tuple[int, int]]
 ) -> Iterator[str]:
-    columns = _index_columns(objects, done)
+    columns = _index_columns(objects, table, done)
     if columns is None:
         yield f"{done.index.key}: is not an index of {done.rows} rows"
         return

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from spile.core.errors import ConfigError
-from spile.core.index import INDEX_DTYPE
 from spile.dataset.codec.columns import Ints, ints, run_of
 from spile.dataset.codec.documents import merge_documents, read_documents
 from spile.dataset.format import Done
@@ -125,12 +124,12 @@ def compact(
     """
     refuse_nested(source, dest)
     table, records = open_finished(source, taps)
-    merging = _Source(source, table, records, _ends(records, unit_bytes))
+    merging = _Source(source, table, records, _ends(table, records, unit_bytes))
     new = merging.merged(Ledger(dest))
     there = new.units_there()
     missing = [number for number in range(len(merging)) if number not in there]
     if not compress:
-        refuse_if_too_large(dest, table.taps, sum(map(merging.rows, missing)))
+        refuse_if_too_large(dest, table, sum(map(merging.rows, missing)))
     if missing:
         check_creates_once(dest)
     new.begin(source, records)
@@ -187,13 +186,13 @@ def _other_source_error(source: Objects, ledger: Ledger) -> ConfigError:
 # -- the source ------------------------------------------------------------------------------
 
 
-def _ends(records: FinishedRecords, unit_bytes: int) -> Ints:
+def _ends(table: Table, records: FinishedRecords, unit_bytes: int) -> Ints:
     """Return where merged units end, given their size limit; a unit is never split."""
     ends: list[int] = []
     begun = size = rows = about = 0
     sizes = zip(records.bytes_of_units(), records.catalog.rows, strict=True)
     for number, ((more, documents), more_rows) in enumerate(sizes):
-        too_many = (rows + int(more_rows)) * INDEX_DTYPE.itemsize > _INDEX_BYTES
+        too_many = (rows + int(more_rows)) * table.index_dtype.itemsize > _INDEX_BYTES
         too_many |= about + documents > _DOCUMENTS_BYTES
         if number > begun and (size + more > unit_bytes or too_many):
             ends.append(number)
@@ -217,10 +216,10 @@ def _ends_of(table: Table, stored: Table) -> Ints:
 
 
 def _read_index(source: _Source, number: int) -> np.ndarray:
-    index = np.empty(source.rows(number), INDEX_DTYPE)
+    index = np.empty(source.rows(number), source.table.index_dtype)
     reached = 0
     for done in source.described(number):
-        index[reached : reached + done.rows] = read_index(source.objects, done)
+        index[reached : reached + done.rows] = read_index(source.objects, source.table, done)
         reached += done.rows
     return index
 

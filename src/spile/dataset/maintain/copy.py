@@ -25,7 +25,6 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from spile.core.errors import ConfigError, CorruptError, StoreError
-from spile.core.index import INDEX_DTYPE
 from spile.core.system import system
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
@@ -58,14 +57,16 @@ COPIED = (fmt.MODEL, fmt.SCALES, fmt.CHECK)  # records that `copy_records` and `
 # -- the source ------------------------------------------------------------------------------
 
 
-def read_index(source: Objects, done: Done, first: int = 0, last: int | None = None) -> np.ndarray:
+def read_index(
+    source: Objects, table: Table, done: Done, first: int = 0, last: int | None = None
+) -> np.ndarray:
     """Return entries first..last of a unit's index; all by default."""
     last = done.rows if last is None else last
-    index = np.empty(last - first, INDEX_DTYPE)
+    index = np.empty(last - first, table.index_dtype)
     file = CheckedFile(source, done.index)
-    if not contains_exactly(file.header, index_tensors(done.rows)):
+    if not contains_exactly(file.header, index_tensors(done.rows, table.index_dtype)):
         raise CorruptError(done.index.key, f"is not an index of {done.rows} rows")
-    for name in INDEX_DTYPE.names or ():
+    for name in index.dtype.names or ():
         index[name] = file.rows(name, first, last)
     file.check()
     return index
@@ -357,9 +358,8 @@ def refuse_missing(ledger: Ledger, done: Done) -> None:
         )
 
 
-def refuse_if_too_large(dest: Objects, taps: Mapping[str, TapInfo], rows: int) -> None:
-    each = INDEX_DTYPE.itemsize + sum(info.row_bytes for info in taps.values())
-    needed, free = each * rows, dest.free_bytes()
+def refuse_if_too_large(dest: Objects, table: Table, rows: int) -> None:
+    needed, free = table.row_bytes * rows, dest.free_bytes()
     if free is not None and needed > free:
         raise ConfigError(
             f"{dest.url}: {needed / 1e9:.2f} GB would be written, but only "

@@ -20,7 +20,6 @@ import numpy.typing as npt
 import xxhash
 
 from spile.core.errors import CorruptError
-from spile.core.index import INDEX_DTYPE
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.format import Done, TapInfo
@@ -211,9 +210,10 @@ class SourceRows:
 
     def index(self, piece: NodePiece) -> np.ndarray:
         found = [
-            read_index(self._objects, done, low, high) for done, low, high in self._taken(piece)
+            read_index(self._objects, self._table, done, low, high)
+            for done, low, high in self._taken(piece)
         ]
-        return np.concatenate([np.empty(0, INDEX_DTYPE), *found])
+        return np.concatenate([np.empty(0, self._table.index_dtype), *found])
 
     def fill(self, tap: str, piece: NodePiece, rows: Bytes, scales: np.ndarray | None) -> None:
         info, at = self._table.taps[tap], 0
@@ -274,7 +274,8 @@ class ScatteredRows:
         ]
 
     def index(self, piece: NodePiece) -> np.ndarray:
-        out, rows = np.empty(piece.last - piece.first, INDEX_DTYPE), self._rows(piece)
+        rows, entries = self._rows(piece), self._stored.table.index_dtype
+        out = np.empty(piece.last - piece.first, entries)
         self._run(self._stored.index_jobs(rows, out) if len(rows) else ())
         return out
 

@@ -157,7 +157,7 @@ class _Shuffle:
             if not there and not self.compress:
                 rows = int(self.records.catalog.starts[-1])
                 inside = self.scratch.startswith(self.dest.url)
-                refuse_if_too_large(self.dest, self.table.taps, rows * (1 + inside))
+                refuse_if_too_large(self.dest, self.table, rows * (1 + inside))
         if not new.is_there():
             new.begin(self.source, self.records)
             copy_check(self.source, self.dest)

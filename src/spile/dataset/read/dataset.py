@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.core.errors import ConfigError, StoreError
-from spile.core.index import INDEX_DTYPE
 from spile.core.recipe import ResolvedRecipe, latent_names
 from spile.core.tap_order import sorted_taps
 from spile.dataset import format as fmt
@@ -330,6 +329,11 @@ class Dataset:
         return min(start, self.num_tokens), min(max(start, stop), self.num_tokens)
 
     @property
+    def index_dtype(self) -> np.dtype[Any]:
+        """The columns of `index`: those of tokens, and of a dataset made with --pool three more."""
+        return self._table.index_dtype
+
+    @property
     def url(self) -> str:
         return self._objects.url
 
@@ -346,7 +350,7 @@ class Dataset:
         doc = self._tables.ordinal(doc)
         rows = np.concatenate([np.empty(0, np.int64), *self._rows_of(doc)])
         if len(rows):
-            entries = np.empty(len(rows), INDEX_DTYPE)
+            entries = np.empty(len(rows), self._table.index_dtype)
             for job in self._stored.index_jobs(rows, entries):
                 job()
             order = np.argsort(entries["offset"], kind="stable")

@@ -17,7 +17,6 @@ import xxhash
 
 from spile.core.errors import ConfigError
 from spile.core.expressions import RowFilter
-from spile.core.index import INDEX_DTYPE
 from spile.core.options import parse_count
 from spile.dataset.read.choice import RowChoice
 from spile.dataset.read.rows import Rows, StoredRows
@@ -232,7 +231,7 @@ class Order:
         rows = (blocks[:, None] * self._block + np.arange(self._block)).reshape(-1)
         rows = rows[: np.searchsorted(rows, self._stored.count)]
         if self._filter:
-            entries = np.empty(len(rows), INDEX_DTYPE)
+            entries = np.empty(len(rows), self._stored.table.index_dtype)
             for job in self._stored.index_jobs(rows, entries):
                 job()
             rows = rows[self._filter.mask(entries)]

@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.core.errors import CorruptError
-from spile.core.index import INDEX_DTYPE
 from spile.core.tensors import TensorInfo, map_tensors
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
@@ -144,11 +143,11 @@ class StoredRows:
         """Return the index entries of a range of rows."""
         ranges = list(self._unit_ranges(start, stop))
         for position, *_ in ranges:
-            for name in INDEX_DTYPE.names or ():
+            for name in self.table.index_dtype.names or ():
                 self._entries(self.units[position], name)
-        out = np.empty(max(0, stop - start), INDEX_DTYPE)
+        out = np.empty(max(0, stop - start), self.table.index_dtype)
         for position, low, high, at in ranges:
-            for name in INDEX_DTYPE.names or ():
+            for name in self.table.index_dtype.names or ():
                 column = self._entries(self.units[position], name)
                 out[name][at : at + high - low] = column[low:high]
         return out
@@ -190,9 +189,9 @@ class StoredRows:
             if self._is_mapped(unit.index):
                 yield partial(self._copy_entries, unit, chosen, out[part])
                 continue
-            for name in INDEX_DTYPE.names or ():
+            for name in self.table.index_dtype.names or ():
                 opened = partial(self._entries, unit, name)
-                source = _Source(opened, INDEX_DTYPE[name].itemsize, False)
+                source = _Source(opened, out.dtype[name].itemsize, False)
                 yield from _reads(source, chosen, out[name][part])
 
     def _units_of(self, rows: Rows) -> Iterator[tuple[Done, Rows, slice]]:
@@ -206,7 +205,7 @@ class StoredRows:
                 yield self.units[position], chosen, slice(low, high)
 
     def _copy_entries(self, unit: Done, rows: Rows, out: np.ndarray) -> None:
-        for name in INDEX_DTYPE.names or ():
+        for name in self.table.index_dtype.names or ():
             out[name] = np.take(self._entries(unit, name), rows)
 
     def _parts(self, tap: str, rows: Rows) -> Iterator[tuple[Shard, Rows, int]]:
@@ -248,7 +247,7 @@ class StoredRows:
         return self._checked(shard, scale)
 
     def _entries(self, unit: Done, name: str) -> Any:
-        columns = index_tensors(unit.index.count)
+        columns = index_tensors(unit.index.count, self.table.index_dtype)
         return self._checked(unit.index, next(spec for spec in columns if spec[0] == name))
 
     def _is_mapped(self, file: Shard) -> bool:

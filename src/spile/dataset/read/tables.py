@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from spile.core.errors import ConfigError, CorruptError, StoreError
-from spile.core.index import DOCUMENT_COLUMNS, INDEX_DTYPE, NAMED_FLAGS
+from spile.core.index import DOCUMENT_COLUMNS, NAMED_FLAGS
 from spile.core.options import listed
 from spile.core.threads import mapped
 from spile.dataset.codec.documents import joined, read_documents
@@ -147,7 +147,7 @@ def index_table(entries: np.ndarray, start: int) -> Any:
     """Return index entries as a pyarrow.Table: row numbers, columns, and flags as booleans."""
     pa: Any = importlib.import_module("pyarrow")  # on first use: a slow import
     columns = {"row": np.arange(start, start + len(entries))}
-    for name in INDEX_DTYPE.names or ():
+    for name in entries.dtype.names or ():
         if name != "flags":
             columns[name] = np.ascontiguousarray(entries[name])
     for name, bits in NAMED_FLAGS.items():

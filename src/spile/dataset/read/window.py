@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from spile.core.errors import ConfigError
-from spile.core.index import INDEX_DTYPE
 from spile.dataset.codec.quantization import DECODED, decode
 from spile.dataset.codec.statistics import TapStats
 from spile.dataset.format import SCALE_DTYPE, TapInfo
@@ -97,7 +96,14 @@ class Conversion:
 class WindowBuffer:
     """Memory for rows as stored: bytes of taps, and scales if rows have them."""
 
-    def __init__(self, taps: Mapping[str, TapInfo], held: set[str], index: bool, rows: int) -> None:
+    def __init__(
+        self,
+        taps: Mapping[str, TapInfo],
+        held: set[str],
+        index: np.dtype[Any] | None,
+        rows: int,
+    ) -> None:
+        """`index`: the columns of the index, if it is held, too."""
         self.taps: dict[str, Bytes] = {
             tap: np.empty((rows, taps[tap].width * taps[tap].storage.itemsize), np.uint8)
             for tap in taps
@@ -106,7 +112,7 @@ class WindowBuffer:
         self.scales = {
             tap: np.empty(rows, SCALE_DTYPE) for tap, i in taps.items() if i.scaled_by == "row"
         }
-        self.index = np.empty(rows, INDEX_DTYPE) if index else None
+        self.index = None if index is None else np.empty(rows, index)
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,8 @@ class View:
         if "index" in names:
             raise ConfigError("the index is no tap; it is given unless index=False")
         self.stored, self.names, self.made_by = stored, names, made_by or {}
-        self.index, self.encoded = options.index, options.encoded
+        self.entries = stored.table.index_dtype if options.index else None  # those of batches
+        self.encoded = options.encoded
         self.taps = {tap: stored.table.taps[tap] for tap in names.values()}
         self._dtype, normalize = options.dtype, options.normalize
         self.affines = {
@@ -171,7 +178,7 @@ class View:
     @property
     def row_bytes(self) -> int:
         """Bytes held of each row."""
-        index = INDEX_DTYPE.itemsize if self.index else 0
+        index = 0 if self.entries is None else self.entries.itemsize
         return index + sum(info.row_bytes for info in self.taps.values())
 
     @property
@@ -182,7 +189,7 @@ class View:
     def buffer(self, rows: int) -> WindowBuffer:
         """Allocate memory for a window; taps whose files are mapped need none."""
         held = {tap for tap in self.taps if self.stored.mapped(tap) is None}
-        return WindowBuffer(self.taps, held, self.index, rows)
+        return WindowBuffer(self.taps, held, self.entries, rows)
 
     def affine(self, name: str) -> Affine | None:
         """Return the normalization of a tap; it is not yet applied to an encoded one."""
@@ -228,7 +235,9 @@ class BatchBuilder:
             self._values[tap] = view.pool.array(f"{tap} {dtype}", rows, (info.width,), dtype)
             if view.encoded and info.scaled_by == "row":
                 self._scales[tap] = view.pool.array(f"{tap} scales", rows, (), SCALE_DTYPE)
-        self._entries = view.pool.array("index", rows, (), INDEX_DTYPE) if view.index else None
+        self._entries = None
+        if view.entries is not None:
+            self._entries = view.pool.array("index", rows, (), view.entries)
 
     def take(self, window: Window, first: int, count: int) -> None:
         """Copy the next `count` rows, from position `first` of the window on."""

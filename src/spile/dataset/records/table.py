@@ -6,12 +6,13 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, overload
 
+import numpy as np
 import xxhash
 
 from spile.core.config import canonical_json
 from spile.core.errors import CorruptError
 from spile.core.identity import contents_digest
-from spile.core.index import INDEX_DTYPE
+from spile.core.index import index_dtype
 from spile.core.recipe import ResolvedRecipe
 from spile.dataset import format as fmt
 from spile.dataset.codec.columns import ColumnFile, column_file, named_by_content
@@ -153,7 +154,12 @@ class Table:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row: every tap and the index together."""
-        return sum(info.row_bytes for info in self.taps.values()) + INDEX_DTYPE.itemsize
+        return sum(info.row_bytes for info in self.taps.values()) + self.index_dtype.itemsize
+
+    @property
+    def index_dtype(self) -> np.dtype[Any]:
+        """The columns of the index."""
+        return index_dtype(pooled=self.recipe.pool is not None)
 
     def source_of(self, unit: int) -> dict[str, Any]:
         """Return what a unit is made from, as JSON: the recipe and its row, files by identity."""

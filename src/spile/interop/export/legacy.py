@@ -14,7 +14,6 @@ import numpy as np
 import xxhash
 
 from spile.core.errors import ConfigError
-from spile.core.index import INDEX_DTYPE
 from spile.dataset.read.dtypes import STORED
 from spile.dataset.records.chosen_taps import site_and_layer
 from spile.interop.export.export_format import ExportFormat, write_json
@@ -81,7 +80,7 @@ def _dump(to: Path, name: str, samples: Samples) -> dict[str, Any]:
 def _documents(source: ExportSource) -> Iterator[int]:
     """Every document with stored rows, once, in stored order."""
     seen: set[int] = set()
-    for start, stop in source.windows(0, source.rows, INDEX_DTYPE.itemsize):
+    for start, stop in source.windows(0, source.rows, source.dataset.index_dtype.itemsize):
         docs = source.dataset.index(start, stop)["doc"]
         new, first = np.unique(docs, return_index=True)
         for doc in new[np.argsort(first)].tolist():

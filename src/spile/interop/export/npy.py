@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from spile.core.index import INDEX_DTYPE
 from spile.core.tensors import as_bytes
 from spile.interop.export.export_format import ExportFormat, write_json
 from spile.interop.export.export_source import ExportSource
@@ -33,9 +32,10 @@ def _write(source: ExportSource, to: Path) -> int:
         shape = (source.rows, *source.dataset.shape(tap))
         pieces = (source.read(tap, a, b) for a, b in windows)
         write_npy(to / f"{tap}.npy", source.dtypes[tap], shape, pieces)
-    windows = source.windows(0, source.rows, INDEX_DTYPE.itemsize)
+    entries = source.dataset.index_dtype
+    windows = source.windows(0, source.rows, entries.itemsize)
     pieces = (source.dataset.index(a, b) for a, b in windows)
-    write_npy(to / "index.npy", INDEX_DTYPE, (source.rows,), pieces)
+    write_npy(to / "index.npy", entries, (source.rows,), pieces)
     write_json(to / "spile.json", source.about())
     return source.rows
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from spile.core.index import INDEX_DTYPE
 from spile.dataset.codec.documents import joined
 from spile.interop.export.export_format import ExportFormat
 from spile.interop.export.export_source import ExportSource
@@ -19,7 +18,7 @@ _FILE_BYTES = 1 << 30
 def _write(source: ExportSource, to: Path) -> int:
     pa: Any = import_module("pyarrow")
     pq: Any = import_module("pyarrow.parquet")
-    row_bytes = source.row_bytes() + INDEX_DTYPE.itemsize
+    row_bytes = source.row_bytes() + source.dataset.index_dtype.itemsize
     schema = pa.schema(list(_fields(pa, source)), {"spile": json.dumps(source.about())})
     for number, (start, stop) in enumerate(source.windows(0, source.rows, row_bytes, _FILE_BYTES)):
         # zstd: float32 made from bfloat16 is half zeros.
@@ -51,8 +50,9 @@ def _write_documents(pa: Any, source: ExportSource, path: Path) -> None:
 
 
 def _fields(pa: Any, source: ExportSource) -> Iterator[Any]:
-    for name in INDEX_DTYPE.names or ():
-        yield pa.field(name, pa.from_numpy_dtype(INDEX_DTYPE[name]), nullable=False)
+    entries = source.dataset.index_dtype
+    for name in entries.names or ():
+        yield pa.field(name, pa.from_numpy_dtype(entries[name]), nullable=False)
     for tap in source.taps:
         kind = pa.from_numpy_dtype(source.dtypes[tap])
         if source.dataset.shape(tap):
@@ -62,7 +62,7 @@ def _fields(pa: Any, source: ExportSource) -> Iterator[Any]:
 
 def _table(pa: Any, source: ExportSource, schema: Any, start: int, stop: int) -> Any:
     index = source.dataset.index(start, stop)
-    columns = [pa.array(np.ascontiguousarray(index[name])) for name in INDEX_DTYPE.names or ()]
+    columns = [pa.array(np.ascontiguousarray(index[name])) for name in index.dtype.names or ()]
     for tap in source.taps:
         values = pa.array(source.read(tap, start, stop).reshape(-1))
         if source.dataset.shape(tap):
@@ -72,6 +72,7 @@ def _table(pa: Any, source: ExportSource, schema: Any, start: int, stop: int) ->
 
 
 def _readme(source: ExportSource) -> str:
+    index = source.dataset.index_dtype
     lines = [
         f"# Activations: {source.rows:,} tokens",
         "",
@@ -82,7 +83,7 @@ def _readme(source: ExportSource) -> str:
         "",
         "| column | type | shape | also called |",
         "|---|---|---|---|",
-        *(f"| `{name}` | {INDEX_DTYPE[name].name} | | |" for name in INDEX_DTYPE.names or ()),
+        *(f"| `{name}` | {index[name].name} | | |" for name in index.names or ()),
     ]
     for tap in source.taps:
         shape = "×".join(map(str, source.dataset.shape(tap)))

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from spile.core.index import INDEX_DTYPE
 from spile.core.tensors import as_bytes
 from spile.interop.export.export_format import ExportFormat, write_json
 from spile.interop.export.export_source import ExportSource
@@ -31,12 +30,13 @@ def _write(source: ExportSource, to: Path) -> int:
         _write_array(to / tap, source.dtypes[tap], shape, rows, names)
     (to / "index").mkdir()
     write_json(to / "index" / "zarr.json", {**group, "attributes": {}})
-    for name in INDEX_DTYPE.names or ():
+    entries = source.dataset.index_dtype
+    for name in entries.names or ():
 
         def column(start: int, stop: int, name: str = name) -> np.ndarray:
             return np.ascontiguousarray(source.dataset.index(start, stop)[name])
 
-        _write_array(to / "index" / name, INDEX_DTYPE[name], (source.rows,), column, {})
+        _write_array(to / "index" / name, entries[name], (source.rows,), column, {})
     return source.rows
 
 
@@ -78,7 +78,9 @@ def _chunk(at: Path, number: int, axes: int) -> Path:
 
 
 def _count(source: ExportSource, at: Path) -> Mapping[str, int]:
-    index = min(_count_array(at / "index" / name) for name in INDEX_DTYPE.names or ())
+    index = min(
+        _count_array(at / "index" / name) for name in source.dataset.index_dtype.names or ()
+    )
     return {tap: min(index, _count_array(at / tap)) for tap in source.taps}
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.core.errors import StoreError
-from spile.core.index import INDEX_DTYPE
+from spile.core.index import POOLED_INDEX_DTYPE, index_dtype
 from spile.dataset.format import SCALE_DTYPE, TapInfo
 from spile.dataset.read.dtypes import convert, given_dtype
 from spile.dataset.read.window import Encoded, RowBatch, View
@@ -43,9 +43,9 @@ def schema_of(view: View) -> Any:
             fields.append(pa.field(f"scale/{name}", pa.float32()))
         elif info.scaled_by == "channel":
             metadata[f"scale/{name}".encode()] = view.stored.scales[tap].tobytes()
-    if view.index:
-        fields.append(pa.field(_INDEX, pa.binary(INDEX_DTYPE.itemsize)))
-    about = {"version": _VERSION, "taps": taps, "index": view.index}
+    if view.entries is not None:
+        fields.append(pa.field(_INDEX, pa.binary(view.entries.itemsize)))
+    about = {"version": _VERSION, "taps": taps, "index": view.entries is not None}
     return pa.schema(fields, {_ABOUT: json.dumps(about).encode(), **metadata})
 
 
@@ -111,7 +111,8 @@ class Described:
             batch[name] = np.empty(stored.shape, given_dtype(info, dtype))
             convert(stored, batch[name], scale)
         if self.index:
-            batch[_INDEX] = _column(record, _INDEX, INDEX_DTYPE).copy()
+            pooled = record.column(_INDEX).type.byte_width == POOLED_INDEX_DTYPE.itemsize
+            batch[_INDEX] = _column(record, _INDEX, index_dtype(pooled=pooled)).copy()
         return batch
 
 

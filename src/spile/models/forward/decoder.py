@@ -15,7 +15,7 @@ On a mesh, a device holds some rows of the batch, and one run of all tokens of t
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,7 @@ from spile.models.forward.ops import (
     widened,
     xielu,
 )
+from spile.models.forward.pooling import Pooling
 from spile.models.forward.sharding import Shards
 from spile.models.forward.splice import At, Change, Changes, in_block, in_scan
 from spile.models.forward.weights import Block, LayerSchedule, Params, WeightArrays
@@ -89,6 +90,7 @@ class _Run:
     positions: Places
     segments: Places
     columns: KeptColumns | None
+    pooling: Pooling | None  # None: values are not pooled here
     angles: tuple[tuple[Array, Array], ...]  # cos and sin, for each rotary setting
     attends: dict[int | None, Attend]  # by the chunks of layers; none: there is no block
     wanted: dict[str, list[int]]  # site -> layers to keep, ascending
@@ -118,6 +120,8 @@ class _Run:
     def shape(self, kept: BufferKey, layer: int) -> tuple[int, ...]:
         """Return the shape in which the values of a site in one block are stored."""
         rows = self.tokens.size if self.columns is None else self.columns.size
+        if self.pooling:
+            rows = self.pooling.slots_of_all
         site, heads = kept[0], tuple(self.heads.get(kept, ()))
         tap = Tap(site, layer, heads, self.tops.get(site, 0))
         return rows, *tap.shape(self.arch, self.tokens.shape[1])
@@ -131,13 +135,27 @@ class _Run:
         return values if len(places) == values.shape[1] else values[:, np.array(places)]
 
     def kept(self, values: Array) -> Array:
-        """[rows, seq, ...] -> [rows, kept, ...]: only the rows that will be stored."""
+        """[rows, seq, ...] -> [rows, kept, ...]: only the tokens that are kept."""
         if self.columns is None:
             return values
         return jax.vmap(lambda row, columns: row[columns])(values, self.columns)
 
+    def pooled(self, values: Array) -> Array:
+        """[rows, kept, ...] -> [rows, slots, ...], if values are pooled."""
+        return self.pooling.each_slot(values) if self.pooling else values
 
-Inputs = tuple[Places, Places, Places, KeptColumns | None]  # tokens, positions, segments, columns
+
+class Inputs(NamedTuple):
+    """The arrays of a batch that a forward pass reads."""
+
+    tokens: Places
+    positions: Places
+    segments: Places
+    columns: KeptColumns | None = None  # None: all tokens are kept
+    slots: Int[Array, "rows kept"] | None = None  # of each kept token, from 1; if values are pooled
+    sizes: Int[Array, "rows slots"] | None = None  # the number of tokens in each
+
+
 # What a block reads besides the stream: its own embeddings of the tokens, and borrowed keys and
 # values; None where it has or borrows none.
 Beside = tuple[Array | None, Lent | None]
@@ -156,26 +174,29 @@ class Decoder:
     shards: Shards | None = None
     splice: Changes = field(default_factory=dict[Tap, Change])
     scores_all: bool = False  # attention weights of some block are tapped, not only of these taps
+    pool: str | None = None  # "mean" or "max": values leave it reduced, in float32
 
     def forward(self, params: Params, inputs: Inputs, schedule: LayerSchedule) -> dict[str, Array]:
         """Run the model down to the deepest tap; return each tap's values [rows x kept, ...].
 
         The columns of `inputs` are the positions to keep within each row (all of them, if None).
-        Where the model is spliced, it continues with the changed values, and the tap holds those.
+        With `pool`, the values of each slot are reduced: [rows x slots, ...]. Where the model is
+        spliced, it continues with the changed values, and the tap holds those.
         """
         taps, run = self.taps, self._run(inputs)
         x, by_layer, outer = _embed(params.outer, run)
-        dtypes = {tap.site: jnp.dtype(tap.dtype(self.store_dtype)) for tap in taps}
-        dtypes["resid_post"] = jnp.dtype(self.store_dtype)  # `resid_pre` is read there
+        dtypes = {tap.site: self._dtype_of(tap) for tap in taps}
+        dtypes["resid_post"] = self._dtype_of(Tap("resid_post", 0))  # `resid_pre` is read there
         out = {
-            tap.name: run.flat(run.kept(outer[tap.site])).astype(dtypes[tap.site])
+            tap.name: run.flat(run.pooled(run.kept(outer[tap.site]))).astype(dtypes[tap.site])
             for tap in map(computed_as, taps)
             if tap.site in outer
         }
         x, buffers = _run_blocks(params, x, by_layer, run, schedule, dtypes)
         if run.wanted.keys() & set(AFTER_BLOCKS):
             outer = _after_blocks(params.outer, x, run)
-            out |= {site: run.flat(outer[site]).astype(dtypes[site]) for site in outer}
+            pooled = {site: run.pooled(values) for site, values in outer.items()}
+            out |= {site: run.flat(a).astype(dtypes[site]) for site, a in pooled.items()}
         for tap in taps:
             met = computed_as(tap)
             if met.layer is not None and (kept := _kept_as(met, self.arch)) in buffers:
@@ -213,9 +234,8 @@ class Decoder:
         assert stream is not None
         if kind == AFTER:
             values = _after_blocks(weights, stream, run)
-            flat = {tap: run.flat(values[tap.site]) for tap in self.taps}
-            dtype = self.store_dtype
-            return None, None, {tap.name: a.astype(tap.dtype(dtype)) for tap, a in flat.items()}
+            flat = {tap: run.flat(run.pooled(values[tap.site])) for tap in self.taps}
+            return None, None, {tap.name: a.astype(self._dtype_of(tap)) for tap, a in flat.items()}
         assert isinstance(kind, Layer)
         x, lends, values = _block(stream, weights, kind, run, in_block(run.changes, 0), *beside)
         lends = lends if self.arch.lends and not kind.borrows else None
@@ -228,12 +248,19 @@ class Decoder:
             kept = run.kept(values[tap.site])
             if tap.heads:
                 kept = kept[:, :, np.array(tap.heads)]
-            out[tap.name] = run.flat(kept).astype(tap.dtype(self.store_dtype))
+            out[tap.name] = run.flat(run.pooled(kept)).astype(self._dtype_of(tap))
         return out
+
+    def _dtype_of(self, tap: Tap) -> jnp.dtype:
+        return jnp.dtype("float32" if self.pool else tap.dtype(self.store_dtype))
 
     def _run(self, inputs: Inputs) -> _Run:
         arch, shards = self.arch, self.shards
-        tokens, positions, segments, columns = inputs
+        tokens, positions, segments, columns, slots, sizes = inputs
+        pooling = None
+        if self.pool:
+            assert slots is not None and sizes is not None
+            pooling = Pooling(self.pool, slots, sizes.shape[1])
         attends: dict[int | None, Attend] = {}
         if attention := self.attention:
             whole = partial(attention_by_heads, attention, shards=shards) if shards else attention
@@ -245,7 +272,7 @@ class Decoder:
         ]
         wanted = _layers_by_site(self.taps)
         return _Run(
-            arch, tokens, positions, segments, columns,
+            arch, tokens, positions, segments, columns, pooling,
             tuple(rotary_angles(positions, *each) for each in frequencies),
             attends, wanted, _heads_kept(self.taps, arch),
             {t.site: t.shape(arch, tokens.shape[1])[-1] for t in self.taps if t.kind.largest_of},
@@ -382,7 +409,7 @@ def _run_blocks(
         """The kept values of the sites that this block has."""
         own = [kept for kept in sites if kept[1] == layer.shapes and kept[0] in values]
         chosen = {kept: run.of_heads(kept, run.kept(values[kept[0]])) for kept in own}
-        return {kept: run.flat(a).astype(dtypes[kept[0]]) for kept, a in chosen.items()}
+        return {kept: run.flat(run.pooled(a)).astype(dtypes[kept[0]]) for kept, a in chosen.items()}
 
     def put(buffers: Buffers, values: Buffers, slot: Buffers) -> Buffers:
         return buffers | {

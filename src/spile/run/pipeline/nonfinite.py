@@ -82,7 +82,7 @@ class Found:
         count = int(packed.counts[row])
         end = int(packed.counts[: row + 1].sum())
         places = np.arange(count) if packed.columns is None else packed.columns[row, :count]
-        return places, packed.index[end - count : end]
+        return places, packed.entries[end - count : end]
 
 
 class NonfiniteError(DataError):
@@ -146,13 +146,14 @@ class FiniteTaps:
 
         Args:
             prepared: the unit that the step is part of.
-            first: index of the step's first row in the unit's index.
+            first: the number of the unit's rows, or parts of pooled rows, before the step.
         """
         for name, tap in self.taps.items():
             if output.nonfinite_of(name).any():
                 part = int(np.argmax(output.nonfinite_of(name) > 0))
                 place = first + int(output.counts[:part].sum())
-                row = int(np.searchsorted(np.cumsum(prepared.packed.counts), place, side="right"))
+                leaving, _ = prepared.packed.leaving
+                row = int(np.searchsorted(np.cumsum(leaving), place, side="right"))
                 found = Found(tap, name, prepared, row, name in self.int8, self.float16)
                 raise NonfiniteError(found)
 
@@ -181,15 +182,16 @@ def _source(found: Found, step: Step, batches: Iterator[Batch]) -> tuple[int, in
 def _with(batch: Batch, kept: np.ndarray) -> Batch:
     """Keep some of a batch's tokens, and turn the others into padding, made of the first token.
 
-    The same number of rows leaves the device, so nothing is compiled again.
+    The same number of rows leaves the device, so nothing is compiled again. (Tokens that are pooled
+    stay those that were.)
     """
+    whole = {} if batch.sizes is not None else {"columns": None, "counts": batch.lengths}
     return replace(
         batch,
         tokens=np.where(kept, batch.tokens, batch.tokens[0, 0]),
         positions=np.where(kept, batch.positions, 0),
         segments=np.where(kept, batch.segments, 0),
-        columns=None,
-        counts=batch.lengths,
+        **whole,
     )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from spile.models.forward.decoder import (
     Beside,
+    Inputs,
     by_stage,
     changed_places,
     of_any_block,
@@ -76,7 +77,7 @@ def find_overflow(job: ExtractionJob, context: np.ndarray, device: Any) -> Overf
     tapped, spliced = by_stage(factors, depth), by_stage(changes, depth)
     kinds = stage_kinds(arch, depth)[: depth + 1 + job.needs_head]
     ids = jnp.asarray(context[None], jnp.int32)
-    inputs = (ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids), None)
+    inputs = Inputs(ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids))
     run_stage = jax.jit(partial(settings.stage_values, contexts=1), static_argnames="stage")
 
     def run(

@@ -7,12 +7,13 @@ commits it, while the next one's rows arrive.
 import itertools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
+from spile.core.errors import DataError
 from spile.core.index import FLAGS
 from spile.core.system import system
 from spile.core.threads import Consumer
@@ -21,6 +22,7 @@ from spile.dataset.format import Shard
 from spile.dataset.write.unit_writer import Attempt, UnitWriter
 from spile.metrics.values import next_token_counts, tap_counts
 from spile.plan.job import ExtractionJob, PreparedUnit
+from spile.run.pipeline.merging import SpanMerger, mergers
 from spile.run.pipeline.nonfinite import FiniteTaps
 from spile.run.step.step import StepOutput
 from spile.run.world.world import RunContext
@@ -38,6 +40,7 @@ class _Writing:
     rows: int = 0  # that have arrived, in this process's part
     seconds: float = 0.0  # it took to compute
     dropped: bool = False  # the run stopped before its end
+    mergers: Mapping[str, SpanMerger] = field(default_factory=dict[str, SpanMerger])  # by tap
 
 
 class _Shared:
@@ -127,7 +130,9 @@ class Sink:
         )
         attempt = Attempt(self._ledger, writer)
         self._uncommitted[attempt] = None
-        self._current = _Writing(prepared, attempt, next(self._begun))
+        self._current = _Writing(
+            prepared, attempt, next(self._begun), mergers=mergers(self._job.table, prepared)
+        )
 
     def put(self, output: StepOutput) -> None:
         self._share(output)
@@ -215,14 +220,28 @@ class Sink:
             return
         for tap in taps:
             with self._counters.timed("copying"):  # waits for the step, and for its rows to arrive
-                found = output.stats_of(tap)
+                merger = item.unit.mergers.get(tap)
+                found = [] if merger else output.stats_of(tap)
                 pieces = [*output.pieces_of(tap)]
+            if merger:
+                parts = np.concatenate([parts for parts, _ in pieces])
+                if not np.isfinite(parts).all():
+                    self._refuse_nonfinite(item, output)
+                if not self._world.leads:  # which writes all pooled rows
+                    continue
+                rows, found = merger.add(parts)
+                pieces = [(rows, None)]
             self._watch(tap, found)
-            if tap == "logprob":
+            if tap == "logprob" and not merger:
                 self._watch_predictions(item, found)
             if any(stats.nonfinite for stats in found):
-                finite = FiniteTaps.of(self._job, allow=self._runtime.allow_nonfinite)
-                finite.check(output, item.unit.prepared, item.first)
+                self._refuse_nonfinite(item, output)
+                if merger and not self._runtime.allow_nonfinite:
+                    raise DataError(
+                        f"{tap}: a pooled value in unit {item.unit.prepared.unit} is too large for "
+                        f"{self._job.table.taps[tap].dtype}; give --store-dtype float32 (or "
+                        "bfloat16) and another --out"
+                    )
             for stats in found:
                 writer.stats[tap].merge(stats)
             for rows, scales in pieces:
@@ -234,6 +253,11 @@ class Sink:
         if item.last():
             self._counters.add(tokens=output.tokens)
             self._tell()
+
+    def _refuse_nonfinite(self, item: _Shared, output: StepOutput) -> None:
+        """Raise if a step holds values that must not be stored."""
+        finite = FiniteTaps.of(self._job, allow=self._runtime.allow_nonfinite)
+        finite.check(output, item.unit.prepared, item.first)
 
     def _watch(self, tap: str, found: list[TapStats]) -> None:
         """Add to a tap's health metrics, which are shown during the run."""

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from spile.core.config import activation_dtype
+from spile.core.pool import reduces
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.core.threads import NEVER, cancellation
 from spile.corpus.pack import Batch, PackedUnit
@@ -211,6 +212,7 @@ class StepLoader:
             attention=self.context.runtime.attention,
             encoders=job.encoders,
             spliced=tuple(changes),
+            pool=reduces(recipe.pool),
         )
         return settings, Extras({}, encoders, tuple(changes.values())), hashes | digests
 

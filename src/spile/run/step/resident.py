@@ -16,6 +16,7 @@ from spile.run.step.step import (
     Programs,
     Runs,
     StagePrograms,
+    StepInputs,
     StepOutput,
     StepRows,
     StepSettings,
@@ -52,11 +53,12 @@ class ResidentStep:
         """Start a step; return at once, while the device works."""
         ((rows, reduced),) = self.compute(batch)
         started = time.perf_counter()  # the lines below may take longer than the step itself
-        finished = next(iter(reduced.values()))["norm_sum"]
-        if self._place.host is not None:
-            rows, reduced = jax.device_put((rows, reduced), self._place.host)
-        runs = Runs.of(self._place.divisible(batch), self._place.devices)[self._place.own]
-        found = (StepRows(runs, rows, reduced),)
+        finished = jax.tree.leaves((reduced, rows))[0]
+        gathers = self.settings.gathers
+        if (host := self._place.host(gathered=gathers)) is not None:
+            rows, reduced = jax.device_put((rows, reduced), host)
+        runs = Runs.of(self._place.divisible(batch), self._place.devices)
+        found = (StepRows(runs if gathers else runs[self._place.own], rows, reduced, gathers),)
         return StepOutput(int(batch.lengths.sum()), found, started, finished)
 
     def compute(self, batch: Batch) -> list[Computed]:
@@ -65,7 +67,7 @@ class ResidentStep:
         runs = Runs.of(batch, self._place.devices)
         programs = self._programs_for(batch, runs)
         kept, inputs = self._place.put(runs.places, step_inputs(batch))
-        rows, reduced = programs.run(self.params, self._extras, inputs)
+        rows, reduced = programs.run(self.params, self._extras, StepInputs(*inputs))
         return [(programs.compact(rows, kept), reduced)]
 
     def compile(self, batch: Batch) -> list[StagePrograms]:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -43,9 +43,25 @@ _log = logging.getLogger("spile.run")
 
 _LENGTHS = 8  # distinct numbers of rows that may leave the device; each has its own program
 
-# A batch's tokens, positions, segments, counts, columns; on the host or on the device.
-StepInputs = tuple[Any, Any, Any, Any, Any]
 Computed = tuple[dict[str, Array], dict[str, Reduced]]  # stored rows, and their statistics
+
+
+class StepInputs(NamedTuple):
+    """A batch's arrays, on the host or on the device."""
+
+    tokens: Any
+    positions: Any
+    segments: Any
+    counts: Any
+    columns: Any
+    slots: Any
+    sizes: Any
+
+    @property
+    def read(self) -> Inputs:
+        """What the model reads."""
+        tokens, positions, segments, _, columns, slots, sizes = self
+        return Inputs(tokens, positions, segments, columns, slots, sizes)
 
 
 class StagePrograms(NamedTuple):
@@ -97,15 +113,16 @@ class Runs:
         If all tokens are kept, there is only one length: compiling another while steps run would
         make the device wait.
         """
-        rows, width = (batch.tokens if batch.columns is None else batch.columns).shape
-        places = np.concatenate([row * width + np.arange(n) for row, n in enumerate(batch.counts)])
+        used, width = batch.leaving
+        rows = len(used)
+        places = np.concatenate([row * width + np.arange(n) for row, n in enumerate(used)])
         run = rows * width // devices
         ends = np.searchsorted(places, run * np.arange(1, devices + 1))
         by_device = np.split(places, ends[:-1])
         counts = np.diff(ends, prepend=0)
         unit = -(-run // _LENGTHS)
         longest = min(run, -(-int(counts.max()) // unit) * unit)
-        if batch.columns is None:
+        if batch.columns is None and batch.sizes is None:
             longest = run
         padded = np.zeros((devices, longest), np.int32)
         for device, own in enumerate(by_device):
@@ -123,16 +140,28 @@ class Runs:
 class StepRows:
     """Stored rows and their statistics, on their way to the host."""
 
-    runs: Runs  # of this process's devices
+    runs: Runs  # of this process's devices, or of all if every device has the rows
     rows: Mapping[str, Array]
-    reduced: Mapping[str, Reduced]
+    reduced: Mapping[str, Reduced]  # empty if values are pooled
+    gathered: bool = False  # whether every device has the rows of all
 
     def pieces_of(self, tap: str) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
         runs = local_runs(self.rows[tap])
+        if self.gathered:
+            runs = np.split(runs[0], len(self.runs.counts))
         scale = self.rows.get(scale_name(tap))
         scales = [None] * len(runs) if scale is None else local_runs(scale)
         for count, rows, by_row in zip(self.runs.counts, runs, scales, strict=True):
             yield rows[:count], None if by_row is None else by_row[:count]
+
+    def nonfinite_of(self, tap: str) -> list[np.ndarray]:
+        if tap in self.reduced:
+            return local_runs(self.reduced[tap]["nonfinite"])
+        bad = [~np.isfinite(rows).reshape(len(rows), -1) for rows, _ in self.pieces_of(tap)]
+        counts = np.concatenate([each.sum(axis=1) for each in bad])
+        parts = self.runs.parts.reshape(-1)
+        of_parts = np.repeat(np.arange(len(parts)), parts)
+        return [np.bincount(of_parts, counts, len(parts)).astype(np.int64)]
 
     def stats_of(self, tap: str) -> list[TapStats]:
         host = {name: np.concatenate(local_runs(a)) for name, a in self.reduced[tap].items()}
@@ -200,8 +229,7 @@ class StepOutput:
 
     def nonfinite_of(self, tap: str) -> np.ndarray:
         """The number of nonfinite values, by packed row, or part of one."""
-        arrays = [each.reduced[tap]["nonfinite"] for each in self.batches]
-        return np.concatenate([run for array in arrays for run in local_runs(array)])
+        return np.concatenate([found for each in self.batches for found in each.nonfinite_of(tap)])
 
 
 # -- what both forms are made of ---------------------------------------------------------------
@@ -227,8 +255,7 @@ class StepDevices:
         first = owners.index(jax.process_index())
         return slice(first, first + owners.count(jax.process_index()))
 
-    @cached_property
-    def host(self) -> Sharding | None:
+    def host(self, *, gathered: bool = False) -> Sharding | None:
         """The sharding of rows that leave the device; None if there is nothing to copy.
 
         Copies into pinned memory run at the link's full rate and beside the next step; ordinary
@@ -237,8 +264,16 @@ class StepDevices:
         if self.device.platform == "cpu":
             return None
         if self.shards:
-            return self.shards.by_runs(PINNED)
+            shards = self.shards
+            return shards.whole.with_memory_kind(PINNED) if gathered else shards.by_runs(PINNED)
         return SingleDeviceSharding(self.device, memory_kind=PINNED)
+
+    def gathers(self, pool: str | None) -> bool:
+        """Whether every device gets the rows of all: a span's tokens may lie in several processes.
+
+        A pooled row stands for many tokens, so this moves little.
+        """
+        return pool is not None and self.own != slice(0, self.devices) and self.shards is not None
 
     def stream(self, kind: str = "device") -> Sharding:
         """The sharding of a stream in this kind of memory."""
@@ -248,10 +283,13 @@ class StepDevices:
 
     def divisible(self, batch: Batch) -> Batch:
         """Pad the columns, so that every device has the same number of tokens that may be kept."""
-        rows, width = (batch.tokens if batch.columns is None else batch.columns).shape
+        rows, width = len(batch.tokens), batch.leaving[1]
         if rows * width % self.devices == 0:
             return batch
         assert self.shards
+        if batch.sizes is not None:
+            more = -width % self.shards.layout.model
+            return replace(batch, sizes=np.pad(batch.sizes, ((0, 0), (0, more))))
         columns = batch.columns
         if columns is None:
             columns = np.broadcast_to(np.arange(width, dtype=np.int32), (rows, width))
@@ -310,6 +348,11 @@ class StepSettings:
         default_factory=dict[str, SparseEncoder], hash=False
     )  # of taps that are stored as latents
     spliced: tuple[Tap, ...] = ()
+    pool: str | None = None  # "mean" or "max", if the values of spans are reduced
+
+    @property
+    def gathers(self) -> bool:
+        return self.place.gathers(self.pool)
 
     @property
     def computed(self) -> str:
@@ -334,8 +377,9 @@ class StepSettings:
             splice = dict(zip(self.spliced, changes, strict=True))
             attention = self._attention(inputs, contexts)
             decoder = Decoder(
-                self.arch, self.taps, self._carried, attention, self.place.shards, splice
-            )
+                self.arch, self.taps, self._carried, attention, self.place.shards, splice,
+                pool=self.pool,
+            )  # fmt: skip
             return decoder.forward(params, inputs, self.schedule)
 
     def stage_values(
@@ -354,7 +398,7 @@ class StepSettings:
             attention = None if outside else self._attention(inputs, contexts)
             decoder = Decoder(
                 self.arch, stage.taps, self._carried, attention, self.place.shards, splice,
-                stage.scores_all,
+                stage.scores_all, self.pool,
             )  # fmt: skip
             return decoder.stage(stage.kind, weights, *entering, inputs)
 
@@ -369,18 +413,17 @@ class StepSettings:
     ) -> Computed:
         """Bring values into their stored form; see `StoredForm.rows`."""
         form = StoredForm(taps, encoders, self.store_dtype, self.place.shards)
-        tokens, _, _, counts, columns = inputs
+        if self.pool:
+            return form.parts(values), {}
         with self._precision():
-            return form.rows(values, extras, (counts, columns), tokens.shape[1], part)
+            kept = inputs.counts, inputs.columns
+            return form.rows(values, extras, kept, inputs.tokens.shape[1], part)
 
     def forward(
         self, params: Params, extras: Extras, inputs: StepInputs, contexts: int, part: int
     ) -> Computed:
         """Run the whole model; return the rows of each tap as they are stored."""
-        tokens, positions, segments, _, columns = inputs
-        values = self.values(
-            params, extras.changes, (tokens, positions, segments, columns), contexts
-        )
+        values = self.values(params, extras.changes, inputs.read, contexts)
         taps = {tap.name: tap for tap in self.taps}
         return self.stored(values, taps, self.encoders, extras, inputs, part)
 
@@ -441,7 +484,7 @@ class Programs:
         )  # fmt: skip
         self.compiled: dict[Hashable, Any] = {}
         self._settings, self._place = settings, settings.place
-        self._compact = jax.jit(packing(settings.place.shards))
+        self._compact = jax.jit(packing(settings.place.shards, gathers=settings.gathers))
         self._stages: dict[Hashable, StagePrograms] = {}
         self._rooms: dict[tuple[int, ...], dict[int, int]] = {}
         self._compiling = threading.Lock()
@@ -502,13 +545,14 @@ class Programs:
 
 
 def step_inputs(batch: Batch) -> StepInputs:
-    return batch.tokens, batch.positions, batch.segments, batch.counts, batch.columns
+    return StepInputs(*(getattr(batch, name) for name in StepInputs._fields))
 
 
 def input_shapes(batch: Batch, place: StepDevices) -> StepInputs:
     """The shapes of a batch's arrays on the devices."""
-    tokens, positions, segments, counts, columns = (
-        None if array is None else place.by_rows(array.shape, array.dtype)
-        for array in step_inputs(batch)
+    return StepInputs(
+        *(
+            None if array is None else place.by_rows(array.shape, array.dtype)
+            for array in step_inputs(batch)
+        )
     )
-    return tokens, positions, segments, counts, columns

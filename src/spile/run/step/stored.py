@@ -52,6 +52,14 @@ class StoredForm:
     store_dtype: str
     shards: Shards | None
 
+    def parts(self, values: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the parts of pooled rows by stored name, which the host merges.
+
+        Args:
+            values: of each tap, as a decoder that pools returns them.
+        """
+        return dict(values)
+
     def rows(
         self,
         values: Mapping[str, Array],
@@ -111,9 +119,19 @@ def _on_each(shards: Shards | None, function: Callable[..., Any], arguments: int
     return shards.each(function, [P(AXES)] * arguments, P(AXES))
 
 
-def packing(shards: Shards | None) -> Any:
-    """Return the function that packs rows: it takes rows by name, and the places of kept ones."""
+def packing(shards: Shards | None, *, gathers: bool = False) -> Any:
+    """Return the function that packs rows: it takes rows by name, and the places of kept ones.
+
+    `gathers`: whether every device gets the rows of all.
+    """
+    if shards and gathers:
+        return shards.each(_compact_everywhere, [P(AXES)] * 2, P())
     return _on_each(shards, _compact, 2)
+
+
+def _compact_everywhere(rows: Mapping[str, Array], kept: Array) -> dict[str, Array]:
+    own = _compact(rows, kept)
+    return {name: jax.lax.all_gather(a, AXES, tiled=True) for name, a in own.items()}
 
 
 def _compact(rows: Mapping[str, Array], kept: Array) -> dict[str, Array]:

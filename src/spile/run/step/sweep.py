@@ -133,18 +133,12 @@ class _SweptStage:
         def run(
             weights: WeightArrays, extras: Extras, stream: Any, beside: Beside, inputs: StepInputs
         ) -> tuple[Any, ...]:
-            tokens, positions, segments, counts, columns = inputs
             stream, onward, found = settings.stage_values(
-                self.stage,
-                weights,
-                extras.changes,
-                (stream, beside),
-                (tokens, positions, segments, columns),
-                contexts,
+                self.stage, weights, extras.changes, (stream, beside), inputs.read, contexts
             )
             values = {slot: found[tap.name] for slot, tap in taps.items()}
             rows, reduced = settings.stored(values, taps, self.encoders, extras, inputs, part)
-            return rows, reduced, None if self.ends else stream, onward, counts + 0
+            return rows, reduced, None if self.ends else stream, onward, inputs.counts + 0
 
         kind = self.stage.kind
         run.__name__ = kind if isinstance(kind, str) else "block"
@@ -236,8 +230,9 @@ class Sweep:
         """Sweep over a large batch; return when the last block has been handed to the device."""
         started = time.perf_counter()
         swept = self._swept_over(batch)
-        own = self._place.own
-        found = tuple(StepRows(each.runs[own], each.rows, each.reduced) for each in swept)
+        gathers = self.settings.gathers
+        own = slice(None) if gathers else self._place.own
+        found = tuple(StepRows(each.runs[own], each.rows, each.reduced, gathers) for each in swept)
         return StepOutput(int(batch.lengths.sum()), found, started, swept[-1].done)
 
     def compute(self, batch: Batch) -> list[Computed]:
@@ -263,7 +258,7 @@ class Sweep:
         kept, arrays = self._place.put(runs.places, (*step_inputs(part), embedded))
         *inputs, stream = arrays
         return _SweptBatch(
-            batch=part, runs=runs, kept=kept, inputs=tuple(inputs), stream=stream
+            batch=part, runs=runs, kept=kept, inputs=StepInputs(*inputs), stream=stream
         )  # fmt: skip
 
     def _run(
@@ -277,8 +272,8 @@ class Sweep:
         )
         if rows:
             found = programs.compact(rows, each.kept), reduced
-            if self._place.host is not None:
-                found = jax.device_put(found, self._place.host)
+            if (host := self._place.host(gathered=self.settings.gathers)) is not None:
+                found = jax.device_put(found, host)
             each.rows |= _renamed(stage.taps, found[0], back=True)
             each.reduced |= _renamed(stage.taps, found[1], back=True)
         return stream, onward, done
@@ -300,9 +295,9 @@ class Sweep:
 
     def _programs_for(self, number: int, batch: Batch, runs: Runs) -> StagePrograms:
         stage, contexts = self._stages[number], self.programs.contexts(batch)
-        columns = None if batch.columns is None else batch.columns.shape
+        shapes = tuple(None if a is None else a.shape for a in step_inputs(batch))
         return self.programs.stage(
-            (stage.key, contexts, batch.tokens.shape, columns),
+            (stage.key, contexts, shapes),
             runs,
             lambda: stage.program(self.settings, contexts, runs.size),
             lambda: (

@@ -1,0 +1,67 @@
+"""Pooled values: in each packed row, one value for each span, in float32.
+
+A row's spans have slots. The value of a slot is the sum (for "mean") or the maximum of its tokens'
+values in that row; the host merges rows and divides. A sum is a product with zeros and ones: it is
+exact but for its float32 accumulation, and has one order on a device. (Additions by index have
+none on GPUs.)
+"""
+
+# Strict, but for values that jax's own types leave unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How the kept tokens of a batch are pooled."""
+
+    by: str  # "mean" or "max"
+    slots: Int[Array, "rows kept"]  # of each token, from 1; 0: it belongs to none
+    count: int  # slots of a row
+
+    @property
+    def slots_of_all(self) -> int:
+        """The slots of all rows together."""
+        return len(self.slots) * self.count
+
+    @property
+    def members(self) -> Bool[Array, "rows kept slots"]:
+        return self.slots[:, :, None] == jnp.arange(1, self.count + 1)[None, None, :]
+
+    def each_slot(self, values: Float[Array, "rows kept ..."]) -> Float[Array, "rows slots ..."]:
+        """Return the sum or the maximum of each slot's values; NaN where one of them is not finite.
+
+        Slots without tokens have no meaning.
+        """
+        shape = values.shape[2:]
+        flat = values.reshape(*values.shape[:2], math.prod(shape))
+        pooled = self._sums(flat) if self.by == "mean" else self._maxima(flat)
+        return pooled.reshape(*pooled.shape[:2], *shape)
+
+    def _sums(self, values: Float[Array, "rows kept width"]) -> Float[Array, "rows slots width"]:
+        members = self.members
+        finite = jnp.isfinite(values)
+        # Zero times infinity is NaN: one bad token must not spoil the other spans of its row.
+        spoilt = (members & ~finite.all(axis=-1)[..., None]).any(axis=1)
+        sums = jnp.einsum(
+            "rks,rkw->rsw",
+            members.astype(values.dtype),
+            jnp.where(finite, values, 0),
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+        return jnp.where(spoilt[..., None], jnp.nan, sums)
+
+    def _maxima(self, values: Float[Array, "rows kept width"]) -> Float[Array, "rows slots width"]:
+        def largest(slot: Int[Array, ""]) -> Float[Array, "rows width"]:
+            own = (self.slots == slot)[..., None]
+            return jnp.where(own, values, -jnp.inf).max(axis=1).astype(jnp.float32)
+
+        found = jax.lax.map(largest, jnp.arange(1, self.count + 1))
+        return jnp.where(jnp.isposinf(found), jnp.nan, found).swapaxes(0, 1)

@@ -1,0 +1,66 @@
+"""Pooled rows, made on the host: parts of spans are merged in float64, in stored order.
+
+So a row has the same bits however its span is cut into steps. It is written once its last part has
+arrived; until then its sum is held.
+"""
+
+import numpy as np
+
+from spile.core.pool import reduces
+from spile.corpus.pooled_spans import PooledSpans
+from spile.dataset.codec.quantization import DECODED
+from spile.dataset.codec.statistics import TapStats
+from spile.dataset.format import TapInfo
+from spile.dataset.records.table import Table
+from spile.plan.job import PreparedUnit
+
+
+class SpanMerger:
+    """Merges the parts of one tap of one unit."""
+
+    def __init__(self, spans: PooledSpans, by: str, info: TapInfo) -> None:
+        """`by`: "mean" (parts are sums) or "max"."""
+        self._spans, self._by, self._info = spans, by, info
+        self._done = 0  # parts that have arrived
+        self._open: dict[int, np.ndarray] = {}  # by row
+
+    def add(self, parts: np.ndarray) -> tuple[np.ndarray, list[TapStats]]:
+        """Take the parts of whole packed rows; return the rows that they complete, as stored.
+
+        Their statistics come for each packed row, whatever a step holds.
+        """
+        spans, first = self._spans, self._done
+        self._done += len(parts)
+        rows, ends = spans.parts[first : self._done], spans.ends[first : self._done]
+        whole = np.empty((np.count_nonzero(ends), *parts.shape[1:]), np.float64)
+        alone = ends & spans.alone[rows]
+        whole[alone[ends]] = parts[alone]
+        place = np.cumsum(ends) - 1  # among the rows that are completed
+        for part in np.flatnonzero(~alone).tolist():
+            row = int(rows[part])
+            found = self._merged(self._open.pop(row, None), parts[part].astype(np.float64))
+            if ends[part]:
+                whole[place[part]] = found
+            else:
+                self._open[row] = found
+        if self._by == "mean":
+            counts = spans.index["count"][rows[ends]]
+            whole /= counts.reshape(-1, *[1] * (whole.ndim - 1))
+        with np.errstate(over="ignore"):  # of float16, which is reported as not finite
+            stored = whole.astype(DECODED).astype(self._info.storage)
+        _, begins = np.unique(spans.part_places[first : self._done][ends], return_index=True)
+        groups = np.split(stored, begins[1:]) if len(stored) else []
+        return stored, [TapStats.of_rows(group) for group in groups]
+
+    def _merged(self, before: np.ndarray | None, part: np.ndarray) -> np.ndarray:
+        if before is None:
+            return part
+        return before + part if self._by == "mean" else np.maximum(before, part)
+
+
+def mergers(table: Table, prepared: PreparedUnit) -> dict[str, SpanMerger]:
+    """Return what makes the pooled rows of a unit, by tap; nothing unless values are reduced."""
+    by, spans = reduces(table.recipe.pool), prepared.packed.pooled
+    if by is None or spans is None:
+        return {}
+    return {tap: SpanMerger(spans, by, info) for tap, info in table.taps.items()}

@@ -1,0 +1,130 @@
+"""`--pool`: one row for each span, equal to what numpy makes of the rows of its tokens."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import spile
+from chaos.harness import check_refused, check_same, check_sound, run
+from spile.check.compare import check
+from spile.core.config import Recipe, Runtime
+
+TAPS = "embed,resid_post:all,z:1.h1,mlp_hidden:0,logprob"
+TOLERANCE = 2e-5  # of a row's length
+OPTIONS: dict[str, Any] = {
+    "taps": TAPS, "seq_len": 32, "unit_tokens": 700, "compute_dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recipe(model: Path, corpus: Path) -> Recipe:
+    """Most documents are longer than a context, so that spans have parts in several rows."""
+    return Recipe(model=str(model), corpus=str(corpus), **OPTIONS)
+
+
+def made(recipe: Recipe, out: Path, batch_tokens: int = 128, **options: Any) -> spile.Dataset:
+    changed = dataclasses.replace(recipe, **options)
+    spile.extract(changed, str(out), Runtime(batch_tokens=batch_tokens))
+    return spile.open(str(out))
+
+
+@pytest.fixture(scope="module")
+def tokens(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> spile.Dataset:
+    return made(recipe, tmp_path_factory.mktemp("tokens") / "out")
+
+
+def pooled_by_numpy(tokens: spile.Dataset, tap: str, index: np.ndarray, by: str) -> np.ndarray:
+    """Pool all rows of each document in float64, in the order of an index of documents."""
+    every = tokens.index(0, tokens.num_tokens)
+    rows = tokens.read(tap).astype(np.float64)
+    reduced = {"mean": lambda a: a.mean(axis=0), "max": lambda a: a.max(axis=0)}[by]
+    return np.stack([reduced(rows[every["doc"] == doc]) for doc in index["doc"]])
+
+
+def assert_close(found: np.ndarray, wanted: np.ndarray) -> None:
+    flat = (len(wanted), -1)
+    gaps = np.linalg.norm((found - wanted).reshape(flat), axis=1)
+    lengths = np.linalg.norm(wanted.reshape(flat), axis=1)
+    assert (gaps <= TOLERANCE * np.maximum(lengths, np.median(lengths))).all()
+
+
+@pytest.mark.parametrize("by", ["mean", "max"])
+def test_rows_are_numpys_mean_or_max_of_each_documents_rows(
+    by: str, recipe: Recipe, tokens: spile.Dataset, tmp_path: Path
+) -> None:
+    ds = made(recipe, tmp_path / "out", pool=by)
+    index = ds.index(0, len(ds))
+    every = tokens.index(0, len(tokens))
+    docs, counts = np.unique(every["doc"], return_counts=True)
+    assert sorted(index["doc"]) == docs.tolist() and len(ds) == len(docs) == 40
+    assert (index["count"] == counts[index["doc"]]).all() and not index["span"].any()
+    assert not index["start"].any() and (index["offset"] == counts[index["doc"]] - 1).all()
+    assert (index["count"] > 64).sum() > 5, "spans of several parts"
+    for tap in ds.taps:
+        assert ds.stored_dtype(tap) == "float32" and ds.shape(tap) == tokens.shape(tap)
+        assert_close(ds.read(tap), pooled_by_numpy(tokens, tap, index, by))
+        assert_close(ds.statistics(tap).mean[None], ds.read(tap).reshape(40, -1).mean(axis=0)[None])
+    check_sound(tmp_path / "out")
+    checked = check(str(tmp_path / "out"), samples=3)
+    assert checked.ok and {*checked.taps} == {*ds.taps}
+
+
+def test_bits_depend_neither_on_steps_nor_on_who_makes_them(recipe: Recipe, tmp_path: Path) -> None:
+    made(recipe, tmp_path / "one", pool="mean")
+    made(recipe, tmp_path / "other", batch_tokens=128 * 3, pool="mean")
+    check_same(tmp_path / "one", tmp_path / "other")
+
+
+@pytest.mark.parametrize("by", ["last", "first"])
+def test_last_and_first_are_rows_of_tokens_unchanged(
+    by: str, recipe: Recipe, tokens: spile.Dataset, tmp_path: Path
+) -> None:
+    ds = made(recipe, tmp_path / "out", pool=by, where="offset > 1 and offset % 3 == 0")
+    index, every = ds.index(0, len(ds)), tokens.index(0, len(tokens))
+    kept = every[(every["offset"] > 1) & (every["offset"] % 3 == 0)]
+    assert sorted(index["doc"]) == np.unique(kept["doc"]).tolist()
+    for entry in index:
+        offsets = kept["offset"][kept["doc"] == entry["doc"]]
+        wanted = offsets.max() if by == "last" else offsets.min()
+        assert entry["offset"] == wanted
+        assert (entry["start"], entry["count"]) == (offsets.min(), len(offsets))
+    rows = [np.flatnonzero((every["doc"] == e["doc"]) & (every["offset"] == e["offset"]))[0]
+            for e in index]  # fmt: skip
+    for tap in ds.taps:
+        np.testing.assert_allclose(ds.read(tap), tokens.read(tap)[rows], rtol=2e-5, atol=2e-5)
+    check_sound(tmp_path / "out")
+    checked = check(str(tmp_path / "out"), samples=2)
+    assert checked.ok and {*checked.taps} == {*ds.taps}
+
+
+def test_where_chooses_what_is_pooled(
+    recipe: Recipe, tokens: spile.Dataset, tmp_path: Path
+) -> None:
+    ds = made(recipe, tmp_path / "out", taps="resid_post:1", pool="mean", where="offset >= 40")
+    index, every = ds.index(0, len(ds)), tokens.index(0, len(tokens))
+    rows, chosen = tokens.read("resid_post.1").astype(np.float64), every["offset"] >= 40
+    docs = np.unique(every["doc"][chosen])
+    assert sorted(index["doc"]) == docs.tolist() and 5 < len(docs) < 40
+    assert (index["start"] == 40).all() and (index["count"] == index["offset"] - 39).all()
+    wanted = [rows[chosen & (every["doc"] == doc)].mean(axis=0) for doc in index["doc"]]
+    assert_close(ds.read("resid_post.1"), np.stack(wanted))
+
+
+@pytest.mark.parametrize(("options", "named"), [
+    ({"pool": "median"}, ["--pool must be mean, max, last or first", "median"]),
+    ({"pool": "mean:"}, ["mean:"]),
+    ({"pool": "mean:assistant"}, ["--pool mean:assistant", "holds no chats", "--messages"]),
+    ({"pool": "max", "store_dtype": "int8"}, ["--pool max", "int8", "--store-dtype bfloat16"]),
+])  # fmt: skip
+def test_what_cannot_be_pooled_is_refused_in_one_line(
+    options: dict[str, str], named: list[str], recipe: Recipe, tmp_path: Path
+) -> None:
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    refused = run(
+        "extract", "--model", recipe.model, "--corpus", recipe.corpus, "--taps", "embed", *flags,
+        "--out", tmp_path / "out",
+    )  # fmt: skip
+    check_refused(refused, 2, *named)

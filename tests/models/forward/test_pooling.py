@@ -1,0 +1,37 @@
+"""Pooling on the device: sums and maxima of slots, equal to numpy's."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spile.models.forward.pooling import Pooling
+
+SLOTS = np.array([[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 0, 0]], np.int32)
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("by", ["mean", "max"])
+def test_slots_have_the_sum_or_maximum_of_their_tokens(by: str, dtype: str) -> None:
+    values = jnp.asarray(RNG.standard_normal((2, 6, 3, 5)), dtype)
+    found = np.asarray(Pooling(by, jnp.asarray(SLOTS), 4).each_slot(values))
+    assert found.shape == (2, 4, 3, 5) and found.dtype == np.float32
+    wide = np.asarray(values.astype(jnp.float32)).astype(np.float64)
+    for row, used in enumerate((2, 3)):
+        for slot in range(1, used + 1):
+            own = wide[row][SLOTS[row] == slot]
+            wanted = own.sum(axis=0) if by == "mean" else own.max(axis=0)
+            np.testing.assert_allclose(found[row, slot - 1], wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("by", ["mean", "max"])
+def test_a_value_that_is_not_finite_spoils_its_own_span_alone(by: str, bad: float) -> None:
+    values = RNG.standard_normal((2, 6, 5)).astype(np.float32)
+    clean = np.asarray(Pooling(by, jnp.asarray(SLOTS), 4).each_slot(jnp.asarray(values)))
+    values[0, 3, 2] = bad
+    values[1, 5, 0] = bad  # of no span
+    found = np.asarray(Pooling(by, jnp.asarray(SLOTS), 4).each_slot(jnp.asarray(values)))
+    assert np.isnan(found[0, 1, 2])
+    assert np.array_equal(found[0, 0], clean[0, 0])
+    assert np.array_equal(found[1, :3], clean[1, :3])
