@@ -1,16 +1,21 @@
 """`--pool`: one row for each span, equal to what numpy makes of the rows of its tokens."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import spile
 from chaos.harness import check_refused, check_same, check_sound, run
 from spile.check.compare import check
 from spile.core.config import Recipe, Runtime
+from spile.core.index import ROLES
+from support import tiny
 
 TAPS = "embed,resid_post:all,z:1.h1,mlp_hidden:0,logprob"
 TOLERANCE = 2e-5  # of a row's length
@@ -111,6 +116,94 @@ def test_where_chooses_what_is_pooled(
     assert (index["start"] == 40).all() and (index["count"] == index["offset"] - 39).all()
     wanted = [rows[chosen & (every["doc"] == doc)].mean(axis=0) for doc in index["doc"]]
     assert_close(ds.read("resid_post.1"), np.stack(wanted))
+
+
+CHATS = [
+    [{"role": "user", "content": f"what is {n} and {n}?"},
+     {"role": "assistant", "content": f"it is {2 * n}, and {n} is half of it"}] * (1 + n % 3)
+    for n in range(12)
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, spile.Dataset]:
+    """The recipe and the tokens of chats; most have turns that are cut into contexts."""
+    folder = tmp_path_factory.mktemp("chats")
+    model = tiny.write_model(folder / "model")
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>\n{% endfor %}"
+    )
+    corpus = folder / "chats.jsonl"
+    corpus.write_text("".join(json.dumps({"chat": chat}) + "\n" for chat in CHATS))
+    options = {**OPTIONS, "taps": "resid_post:1", "messages": "chat", "seq_len": 48}
+    recipe = Recipe(model=str(model), corpus=str(corpus), **options)
+    return recipe, made(recipe, folder / "tokens")
+
+
+@pytest.mark.parametrize(("pool", "role"), [("mean:turn", None), ("last:assistant", "assistant")])
+def test_turns_and_roles_have_their_own_tokens(
+    pool: str, role: str | None, chats: tuple[Recipe, spile.Dataset], tmp_path: Path
+) -> None:
+    recipe, tokens = chats
+    ds = made(recipe, tmp_path / "out", pool=pool)
+    index, every = ds.index(0, len(ds)), tokens.index(0, len(tokens))
+    rows = tokens.read("resid_post.1").astype(np.float64)
+    seen = 0
+    for doc, chat in enumerate(CHATS):
+        own = np.flatnonzero(every["doc"] == doc)
+        own = own[np.argsort(every["offset"][own])]
+        said = every["flags"][own] & (ROLES["user"] | ROLES["assistant"])
+        # (The template writes something between two messages.)
+        turns = np.split(own, np.flatnonzero(np.diff(said)) + 1)
+        turns = [turn for turn in turns if every["flags"][turn[0]] & (said.max() | ROLES["user"])
+                 and not every["flags"][turn[0]] & ROLES["template"]]  # fmt: skip
+        assert len(turns) == len(chat)
+        if role:
+            turns = [np.concatenate([t for t in turns if every["flags"][t[0]] & ROLES[role]])]
+        for number, turn in enumerate(turns):
+            (row,) = np.flatnonzero((index["doc"] == doc) & (index["span"] == number))
+            offsets = every["offset"][turn]
+            assert (index["start"][row], index["offset"][row]) == (offsets[0], offsets[-1])
+            assert index["count"][row] == len(turn)
+            wanted = rows[turn].mean(axis=0) if pool == "mean:turn" else rows[turn[-1]]
+            assert_close(ds.read("resid_post.1", int(row), int(row) + 1), wanted[None])
+            seen += 1
+    assert seen == len(ds)
+    check_sound(tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_column_gives_spans_of_characters(
+    kind: str, recipe: Recipe, tokens: spile.Dataset, tmp_path: Path
+) -> None:
+    texts = [json.loads(line)["text"] for line in Path(str(recipe.corpus)).read_text().splitlines()]
+    spans: list[Any] = [[[0, 3], [5, min(60, len(t))]] if len(t) > 5 else [] for t in texts]
+    spans[3] = [[1, len(texts[3]) + 1]]  # beyond the text: the document is left out
+    spans[4] = None
+    table = [{"text": t, "at": s} for t, s in zip(texts, spans, strict=True)]
+    corpus = tmp_path / f"docs.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(table), corpus)
+    else:
+        corpus.write_text("".join(json.dumps(row) + "\n" for row in table))
+    ds = made(recipe, tmp_path / "out", taps="embed", corpus=str(corpus), pool="mean:at")
+    index, every = ds.index(0, len(ds)), tokens.index(0, len(tokens))
+    rows = tokens.read("embed").astype(np.float64)
+    wanted = [  # (a token is a byte, after BOS)
+        (doc, n, begin + 1, end)
+        for doc, pairs in enumerate(spans)
+        for n, (begin, end) in enumerate(pairs or [] if doc != 3 else [])
+    ]
+    found = sorted(index[["doc", "span", "start", "offset"]].tolist())
+    assert found == wanted and len(found) > 40
+    for row, (doc, _, start, end) in enumerate(index[["doc", "span", "start", "offset"]].tolist()):
+        own = (every["doc"] == doc) & (every["offset"] >= start) & (every["offset"] <= end)
+        assert_close(ds.read("embed", row, row + 1), rows[own].mean(axis=0)[None])
+    assert ds.about(3)["skipped"] == "unusable spans" and ds.about(4)["rows"] == 0
+    check_sound(tmp_path / "out")
+    refused = run("extract", "--model", recipe.model, "--corpus", corpus, "--taps", "embed",
+                  "--pool", "mean:spans", "--out", tmp_path / "none")  # fmt: skip
+    check_refused(refused, 2, "--pool mean:spans", "no column 'spans'", "at, text")
 
 
 @pytest.mark.parametrize(("options", "named"), [

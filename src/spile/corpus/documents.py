@@ -20,7 +20,8 @@ from spile.corpus.select import BLANK, EMPTY, FILTERED, TOO_LARGE
 LONGEST = 4096  # characters of one value
 _INT64 = 1 << 63
 
-# Ranges of characters and the flag of their speaker, in order.
+# Ranges of characters (start, stop) in order, each with a number: of roles the speaker's flag, of
+# spans the number of the span, which may have several ranges.
 Roles = tuple[tuple[int, int, int], ...]
 # The place of a row, for messages, and its values.
 Row = tuple[str, Mapping[str, Any]]
@@ -40,6 +41,8 @@ class CorpusDocument:
     Attributes:
         text: the text for the model; empty if the document came as token ids.
         roles: the speaker of each range of the text.
+        spans: the ranges that a message has, or that a column gives, for `--pool`; None if they
+            are not known.
         ids: token ids in int32, if the document came as such.
         skipped: the reason it is skipped; None if it is not.
         columns: the columns of its row, as in the file; after `keep`, only the chosen ones, in
@@ -56,6 +59,7 @@ class CorpusDocument:
 
     text: str = ""
     roles: Roles = ()
+    spans: Roles | None = None
     ids: np.ndarray | None = None
     skipped: str | None = None
     columns: Mapping[str, Any] | None = field(default=None, compare=False)
@@ -129,6 +133,7 @@ class CorpusDocument:
     def skip(self, reason: str) -> None:
         """Skip the document and drop everything the model would read."""
         self.text, self.roles, self.ids, self.row, self.chat = "", (), None, None, None
+        self.spans = None
         self.tools = None
         self.skipped = reason
 

@@ -9,9 +9,10 @@ from functools import partial
 
 from spile.core.errors import DataError, InputError
 from spile.core.units import Span
+from spile.corpus.character_spans import NO_SPANS, spans_in
 from spile.corpus.chats.pool import RenderPool, made_at
 from spile.corpus.chats.rows import RowReader, template_of
-from spile.corpus.documents import CorpusDocument, Documents
+from spile.corpus.documents import CorpusDocument, Documents, value_at
 from spile.corpus.formats.contract import CorpusFile, CorpusFormat, ReadContext, ReadOptions
 from spile.corpus.select import TOO_LARGE
 
@@ -75,6 +76,7 @@ class CorpusReader:
                 if ordinal == stop:
                     continue  # the span was cut short; its remaining bytes must still be hashed
                 document.ordinal = ordinal
+                self._mark_spans(document)
                 document.keep(options.keep, options.preview)
                 if document.skipped is None and (reason := self._refusal(document, repeated)):
                     document.skip(reason)
@@ -95,6 +97,15 @@ class CorpusReader:
                     f"fewer documents); restore the file or use another --out"
                 )
         return Documents(found, options.keep)
+
+    def _mark_spans(self, document: CorpusDocument) -> None:
+        """Take the spans of a document from its column; skip it if they cannot be used."""
+        column = self.options.spans
+        if column is None or document.skipped is not None or document.ids is not None:
+            return
+        document.spans = spans_in(value_at(document.columns or {}, column), len(document.text))
+        if document.spans is None:
+            document.skip(NO_SPANS)
 
     def _refusal(self, document: CorpusDocument, repeated: Collection[int]) -> str:
         """Return why a document is refused by its size or its content; empty if it is not."""
@@ -122,6 +133,7 @@ class CorpusReader:
         ordinal = 0
         for document in found:
             document.ordinal = ordinal
+            self._mark_spans(document)
             ordinal += document.skipped is None
         documents = Documents(found)
         opened.check_sample(documents)

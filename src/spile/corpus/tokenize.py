@@ -150,6 +150,17 @@ class TextTokenizer:
             flags.append(np.concatenate([np.full(len(head), ROLES["template"], np.uint16), found]))
         return ids, flags
 
+    def offsets(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the characters [start, stop) of each token that `encode` makes of each text."""
+        with without_panic(self._path):
+            encodings = self._tokenizer.encode_batch(
+                texts, add_special_tokens=self._policy == "tokenizer"
+            )
+        head = [(0, 0)] if self._policy == "bos" else []
+        return [
+            np.array([*head, *encoding.offsets], np.int64).reshape(-1, 2) for encoding in encodings
+        ]
+
     def count(self, texts: list[str]) -> int:
         return sum(len(tokens) for tokens in self.encode(texts))
 

@@ -83,6 +83,7 @@ def open_reader(
         max_doc_bytes=recipe.max_doc_bytes,
         keep=recipe.keep,
         preview=recipe.preview,
+        spans=Pool.parse(recipe.pool).column if recipe.pool else None,
     )
     return CorpusReader(files, options, reading=reading, processes=processes)
 
@@ -162,7 +163,7 @@ def prepare_documents(
     with timed("tokenizing"):
         tokens, flags = tokenize(tokenizer, documents)
     pool = Pool.parse(recipe.pool) if recipe.pool else None
-    spans = spans_of(pool, tokens, flags)
+    spans = spans_of(pool, tokenizer, documents, tokens, flags)
     selection = selection_of(recipe)
     reasons = [selection.refuses_length(len(ids)) for ids in tokens]
     chosen = [number for number, reason in enumerate(reasons) if not reason]

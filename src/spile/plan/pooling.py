@@ -4,16 +4,21 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from spile.core.errors import ConfigError
+from spile.core.errors import ConfigError, InputError
 from spile.core.index import ROLES
-from spile.core.pool import DOCUMENT, Pool
+from spile.core.options import listed
+from spile.core.pool import DOCUMENT, SPEAKERS, TURN, Pool
 from spile.core.recipe import ResolvedRecipe
+from spile.corpus.character_spans import NONE, spans_of_tokens
 from spile.corpus.chats.rows import RowReader
+from spile.corpus.documents import Documents
+from spile.corpus.formats.token_ids import TokenIds
 from spile.corpus.programs.program import is_program
+from spile.corpus.reader import CorpusReader
+from spile.corpus.tokenize import TextTokenizer
+from spile.corpus.units import sampled_files
 from spile.dataset.codec.quantization import QUANTIZED
 from spile.models.taps import Tap
-
-_NO_SPAN = -1
 
 
 def refuse_pool(
@@ -32,6 +37,11 @@ def refuse_pool(
             f"{asked}: the corpus holds no chats; name their column with --messages, or pool over "
             f"the document (--pool {pool.by})"
         )
+    if pool.column and reading is not None and not isinstance(reading, TokenIds):
+        raise ConfigError(
+            f"{asked}: a column gives characters of a text, and chats are rendered; pool over "
+            f"{pool.by}:{TURN} or a role"
+        )
     if not pool.sums:
         return
     if recipe.store_dtype in QUANTIZED:
@@ -49,17 +59,46 @@ def refuse_pool(
 
 
 def spans_of(
-    pool: Pool | None, tokens: Sequence[np.ndarray], flags: Sequence[np.ndarray]
+    pool: Pool | None,
+    tokenizer: TextTokenizer,
+    documents: Documents,
+    tokens: Sequence[np.ndarray],
+    flags: Sequence[np.ndarray],
 ) -> list[np.ndarray]:
     """Return the number of each token's span in its document, negative for tokens of none.
 
     Empty if documents are the spans, or if nothing is pooled.
 
     Args:
-        flags: of each document's tokens; empty if the documents have no speakers.
+        tokens: of each usable document.
+        flags: of its tokens; empty if the documents have no speakers.
     """
     if pool is None or pool.over == DOCUMENT:
         return []
-    role = ROLES[pool.over]
     said = flags or [np.zeros(len(ids), np.uint16) for ids in tokens]
-    return [np.where(each & role, 0, _NO_SPAN) for each in said]
+    if pool.over in SPEAKERS:
+        role = ROLES[pool.over]
+        return [np.where(each & role != 0, 0, NONE) for each in said]
+    if documents.ids:
+        raise InputError(
+            f"--pool {pool}: the corpus holds token ids, whose characters are not known; pool over "
+            f"the document (--pool {pool.by})"
+        )
+    places = zip(tokenizer.offsets(documents.texts), documents.usable, said, strict=True)
+    return [
+        spans_of_tokens(offsets, document.spans or (), each if pool.by_speaker else None)
+        for offsets, document, each in places
+    ]
+
+
+def refuse_missing_spans(pool: Pool | None, reader: CorpusReader) -> None:
+    """Raise if no file has the column that is to give the spans, among its first documents."""
+    if pool is None or pool.column is None:
+        return
+    known = {name for file in sampled_files(reader) for name in reader.columns_of(file)}
+    if pool.column.partition(".")[0] not in known and pool.column not in known:
+        raise InputError(
+            f"--pool {pool}: {reader.files[0].path} has no column {pool.column!r}; it has "
+            f"{listed(sorted(known))}, and --pool {pool.by} also takes :{TURN} and the roles "
+            f"{', '.join(SPEAKERS)}"
+        )

@@ -62,7 +62,7 @@ from spile.plan.growth import (
     refuse_other_growth,
 )
 from spile.plan.job import ExtractionJob, open_reader, prepare_documents
-from spile.plan.pooling import refuse_pool
+from spile.plan.pooling import refuse_missing_spans, refuse_pool
 from spile.plan.roofline import cpu_unit_tokens
 from spile.plan.splices import (
     SAE,
@@ -486,6 +486,7 @@ def _cut(
     first = so_far.file if so_far else 0
     with closing(open_reader(resolved, files, reading)) as reader:
         refuse_missing_columns(reader, named)
+        refuse_missing_spans(Pool.parse(resolved.pool) if resolved.pool else None, reader)
         density = tokens_per_byte(reader, tokenizer.count, first)
         read, kept = _shares(resolved, reader, tokenizer, first)
         options = CutOptions(

@@ -78,7 +78,9 @@ def rendered_here(document: CorpusDocument) -> CorpusDocument:
     for flag, run in groupby(range(len(flags)), key=flags.__getitem__):
         places = [*run]
         roles.append((places[0], places[-1] + 1, flag))
-    return CorpusDocument(rendered.text, tuple(roles))
+    turns = zip(rendered.roles, rendered.turns, strict=True)
+    spans = tuple((start, stop, turn) for (start, stop, _), turn in turns)
+    return CorpusDocument(rendered.text, tuple(roles), spans)
 
 
 @pytest.fixture(scope="module", params=[CHATS, PAIRS], ids=["chats", "pairs"])

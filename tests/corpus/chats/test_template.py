@@ -532,3 +532,24 @@ def test_without_jinja_or_with_a_leaky_one_chats_are_refused(
         text=True,
     )
     assert "ConfigError: chats need jinja2, 3.1.6 or newer" in ended.stderr
+
+
+def test_each_message_is_a_turn_whatever_its_pieces() -> None:
+    """A message that the template shows in two pieces is one turn; equal messages are several."""
+    template = ChatTemplate(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content[:2] }}|{{ m.content[2:] }}{% endfor %}"
+    )
+    rendered = template.render(chat(["hello", "hello", "hello"]))
+    texts = [rendered.text[start:stop] for start, stop, _ in rendered.roles]
+    shown = [*zip(rendered.turns, texts, strict=True)]
+    assert shown == [(0, "he"), (0, "llo"), (1, "he|llo"), (2, "he"), (2, "llo")]
+
+
+def test_what_the_template_marks_as_the_assistants_are_turns() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{% if m.role == 'user' %}<{{ m.content }}>{% else %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    rendered = template.render(chat(["a", "b", "c", "d"]))
+    assert said(rendered) == [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    assert rendered.turns == (0, 1, 2, 3)

@@ -179,7 +179,7 @@ def _fill(document: CorpusDocument, answer: Rendering) -> None:
     elif len(answer) == 1:
         raise InputError(f"{document.where}: {answer[0]}")
     else:
-        document.text, document.roles = answer
+        document.text, document.roles, document.spans = answer
         named = tool_names(document.chat or (), document.tools or ())
         document.unshown = next((name for name in named if name not in document.text), "")
         document.chat = document.tools = None

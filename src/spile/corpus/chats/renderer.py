@@ -27,9 +27,10 @@ from spile.corpus.chats.template import ChatTemplate, TemplateLimit
 
 REFUSED = "refused by the chat template"  # the reason a document is skipped
 
-# The outcome of a chat: (text, roles); the reason it is skipped, and what the template said on the
-# lines after it; or (fault,), which ends the run.
-Rendering = tuple[str, tuple[tuple[int, int, int], ...]] | str | tuple[str]
+# The outcome of a chat: (text, roles, the range and number of each message); the reason it is
+# skipped, and what the template said on the lines after it; or (fault,), which ends the run.
+_Ranges = tuple[tuple[int, int, int], ...]
+Rendering = tuple[str, _Ranges, _Ranges] | str | tuple[str]
 
 
 class Renderer:
@@ -179,7 +180,8 @@ def _answer(
         reached = stop
     if reached < len(rendered.text):
         roles.append((reached, len(rendered.text), flags["template"]))
-    return rendered.text, tuple(roles)
+    turns = zip(rendered.roles, rendered.turns, strict=True)
+    return rendered.text, tuple(roles), tuple((a, b, turn) for (a, b, _), turn in turns)
 
 
 if __name__ == "__main__":

@@ -115,12 +115,14 @@ class Pairs:
 
 def joined(pieces: tuple[tuple[str, str], ...]) -> CorpusDocument:
     """Make a document from pieces, each with the role of its speaker."""
-    text, roles = "", list[tuple[int, int, int]]()
+    text, roles, turns = "", list[tuple[int, int, int]](), list[tuple[int, int, int]]()
     for role, piece in pieces:
         if piece:
             roles.append((len(text), len(text) + len(piece), ROLES[role]))
+            if role != "template":
+                turns.append((len(text), len(text) + len(piece), len(turns)))
             text += piece
-    return CorpusDocument(text, tuple(roles))
+    return CorpusDocument(text, tuple(roles), tuple(turns))
 
 
 def of_program(document: ProgramDocument, reading: "RowReader | None") -> CorpusDocument:

@@ -50,6 +50,7 @@ class Rendered:
 
     text: str
     roles: tuple[tuple[int, int, str], ...]
+    turns: tuple[int, ...] = ()  # the message of each range, counted as they appear
 
 
 class ChatTemplate:
@@ -139,23 +140,29 @@ class ChatTemplate:
                 f"{self.where}: cannot determine which message each character came from"
             )
         runs = followed.runs if isinstance(followed, OwnedText) else ()
-        ranges = self._ranges(runs, roles)
+        ranges, turns = self._ranges(runs, roles)
         if (
             added
             and chat[0]["content"].strip()
             and not any(role == "system" for *_, role in ranges)
         ):
             raise InputError(f"{self.where}: it does not show the system message of --system")
-        return Rendered(text, ranges)
+        return Rendered(text, ranges, turns)
 
-    def _ranges(self, runs: OwnerRuns, roles: Sequence[str]) -> tuple[tuple[int, int, str], ...]:
+    def _ranges(
+        self, runs: OwnerRuns, roles: Sequence[str]
+    ) -> tuple[tuple[tuple[int, int, str], ...], tuple[int, ...]]:
         ranges: list[tuple[int, int, str]] = []
+        turns: list[int] = []
+        numbers: dict[int | Owner, int] = {}  # of messages, and of what the template marks
         last: int | None = None  # the message of the last range
         named: set[Owner] = set()  # calls whose name was written: the second time it is a quotation
         for start, stop, owner in runs:
             message, part = owner
+            turn: int | Owner = message
             if owner == self._sandbox.GENERATED:
                 ranges.append((start, stop, "assistant"))
+                turn = start, stop
             elif roles[message] != "assistant":
                 ranges.append((start, stop, roles[message]))
             elif self._program.marks_assistant or owner in named:
@@ -164,7 +171,9 @@ class ChatTemplate:
                 ranges.append((ranges.pop()[0] if message == last else start, stop, "assistant"))
                 named |= {owner} if part else set()
             last = message
-        return tuple(ranges)
+            number = numbers.setdefault(turn, len(numbers))
+            turns += [number] * (len(ranges) - len(turns))
+        return tuple(ranges), tuple(turns)
 
     def _failure(self, error: Exception) -> InputError:
         kind = InputError

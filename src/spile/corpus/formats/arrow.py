@@ -194,7 +194,7 @@ class ArrowFormat(TableFormat):
             found = self.schema()
             names = columns_holding(path, found, (*context.own_columns, *context.filter_columns))
             text = None if context.rows else text_column(path, found, self.options.text_column)
-            kept = [name for name in self.options.keep if name in found.names]
+            kept = [name for name in self.options.read_besides if name in found.names]
             whole = self._batch(span, found)
             for start in range(span.before, span.before + span.count, _ROWS):
                 part = whole.slice(start, min(_ROWS, span.before + span.count - start))

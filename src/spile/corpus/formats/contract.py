@@ -123,6 +123,7 @@ class ReadOptions:
         text_documents: the document of a text file: `line` or `file`.
         keep: columns to keep of each document.
         preview: how many characters of each text to keep.
+        spans: the column that gives spans of characters, for `--pool`.
     """
 
     text_column: str | None = None
@@ -132,6 +133,12 @@ class ReadOptions:
     max_doc_bytes: int = MAX_DOC_BYTES
     keep: tuple[str, ...] = ()
     preview: int = 0
+    spans: str | None = None
+
+    @property
+    def read_besides(self) -> tuple[str, ...]:
+        """The columns to read that the text is not made from."""
+        return tuple(dict.fromkeys((*self.keep, *([self.spans] if self.spans else []))))
 
 
 @dataclass(frozen=True)

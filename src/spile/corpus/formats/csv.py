@@ -429,7 +429,7 @@ class CsvFormat(ByteFormat):
         self, where: str, found: dict[str, str | None], text: str | None
     ) -> CorpusDocument:
         """Make a document from a record; `text` is the text column, if it holds a plain text."""
-        kept = {name: typed(found.get(name)) for name in self.options.keep or found if name}
+        kept = {name: typed(found.get(name)) for name in self.options.read_besides or found if name}
         if self.context.excludes(found, untyped=True):
             return CorpusDocument(skipped=FILTERED, columns=kept)
         if text is None:

@@ -163,7 +163,7 @@ class ParquetFormat(TableFormat):
             found, filter = file.schema_arrow, options.filter
             text = None if context.rows else text_column(path, found, options.text_column)
             asked = columns_holding(path, found, (*context.own_columns, *context.filter_columns))
-            kept = [name for name in options.keep if name in found.names]
+            kept = [name for name in options.read_besides if name in found.names]
             chosen = [*dict.fromkeys([*asked, *kept])]
             # (A field comes with its column if that is read anyway.)
             extra = [text] if text and not {text, text.split(".")[0]} & {*chosen} else []

@@ -79,7 +79,8 @@ class TableFormat(CorpusFormat):
                 return
 
     def read(self, span: Span) -> Iterator[CorpusDocument]:
-        plain = not (self.context.own_columns or self.context.filter_columns or self.options.keep)
+        plain = not (self.context.own_columns or self.context.filter_columns)
+        plain = plain and not self.options.read_besides
         if plain and (texts := self.texts(span)) is not None:
             yield from map(CorpusDocument.of_bytes, texts)
             return
