@@ -5,11 +5,11 @@
     python examples/steering.py acts/clean --tap resid_post.9 --later resid_post.20 \
         --label 'year >= 1900' --out acts/steering
 
-The vector is the difference of means: the mean row of documents with the label, minus that of the
-others. Two runs with --splice read the same tokens: one adds `--factor` times the vector to every
-row of `--tap`, and one adds a random vector of the same length. For each run and both kinds of
-documents, the script prints how far the rows of `--later` moved along the difference of means of
-that tap (1 is the whole way from one mean to the other), and by how much the loss rose.
+The vector is `spile.direction`: the mean of documents with the label, minus that of the others. Two
+runs with --splice read the same tokens: one adds `--factor` times the vector to every row of
+`--tap`, and one adds a random vector of the same length. For each run and both kinds of documents,
+the script prints how far the rows of `--later` moved along the difference of means of that tap (1
+is the whole way from one mean to the other), and by how much the loss rose.
 """
 
 import argparse
@@ -22,28 +22,27 @@ from probe import labels
 from spile.core.errors import SpileError
 
 ROWS = 1 << 20  # most rows to read
+# Odd or even documents, without the first row of a context, which is huge, and without the last,
+# which predicts nothing.
+_WHERE = "pos >= 1 and not last and doc % 2 == {half}"
 
 
-def rows(ds: spile.Dataset, tap: str, half: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows of even (0) or odd (1) documents in stored order, and the document of each.
-
-    They exclude the first row of a context, which is huge, and the last, which predicts nothing.
-    """
-    where = f"pos >= 1 and not last and doc % 2 == {half}"
+def rows(ds: spile.Dataset, tap: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows of even documents in stored order, and the document of each."""
+    where = _WHERE.format(half=0)
     batch = next(ds.batches([tap], ROWS, where=where, shuffle=None))
     return batch[tap], batch["index"]["doc"]
 
 
-def means(ds: spile.Dataset, tap: str, of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean row of odd documents without the label, and of those with it."""
-    x, docs = rows(ds, tap, 1)
-    return x[of[docs] == 0].mean(axis=0), x[of[docs] == 1].mean(axis=0)
+def difference(ds: spile.Dataset, tap: str, of: np.ndarray) -> np.ndarray:
+    """Return the difference of means of odd documents: those with the label minus the others."""
+    labels, where = of[ds.columns("doc")], _WHERE.format(half=1)
+    return spile.direction(ds, 1, 0, tap, by=labels, where=where).values
 
 
 def write_vectors(ds: spile.Dataset, tap: str, of: np.ndarray, folder: Path) -> dict[str, Path]:
     """Write the difference of means, and a random vector of the same length."""
-    without, having = means(ds, tap, of)
-    vector = having - without
+    vector = difference(ds, tap, of)
     drawn = np.random.default_rng(0).standard_normal(len(vector)).astype(np.float32)
     vectors = {"steered": vector, "random": drawn * np.linalg.norm(vector) / np.linalg.norm(drawn)}
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,10 +56,10 @@ def effects(
 ) -> dict[str, tuple[float, float]]:
     """Return the shift of `later` and the loss's rise in nats, for both kinds of even documents."""
     spile.align(clean=clean, changed=changed)  # refuses datasets of other rows
-    without, having = means(clean, later, of)
-    along = (having - without) / np.square(having - without).sum()
-    (before, docs), (after, _) = (rows(ds, later, 0) for ds in (clean, changed))
-    (likely, _), (now, _) = (rows(ds, "logprob", 0) for ds in (clean, changed))
+    apart = difference(clean, later, of)
+    along = apart / np.square(apart).sum()
+    (before, docs), (after, _) = (rows(ds, later) for ds in (clean, changed))
+    (likely, _), (now, _) = (rows(ds, "logprob") for ds in (clean, changed))
     shift, rise = (after - before) @ along, (likely - now).reshape(-1)
     kinds = {"with the label": of[docs] == 1, "without": of[docs] == 0}
     return {kind: (float(shift[on].mean()), float(rise[on].mean())) for kind, on in kinds.items()}

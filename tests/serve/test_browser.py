@@ -17,7 +17,17 @@ pytest.importorskip("playwright", reason="the page is driven by playwright, whic
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright  # noqa: E402
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-VIEWS = ("run", "documents", "layers", "channels", "similarity", "projection", "latents", "labels")
+VIEWS = (
+    "run",
+    "documents",
+    "layers",
+    "channels",
+    "similarity",
+    "projection",
+    "latents",
+    "labels",
+    "pooled",
+)
 SLOW = 60_000  # milliseconds: these processors have other work, too
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
@@ -368,6 +378,40 @@ def test_two_labels_have_a_direction_with_documents_at_its_ends(
     expect(page.locator("article h2")).to_have_text(f"Document {told['high'][0]['doc']}")
     page.go_back()
     expect(ends).to_have_count(2)
+
+
+def test_pooled_rows_are_listed_with_labels_and_nearest_rows(
+    seen: Seen, model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    web_page.build_texts(out, model, web_page.texts(12), keep=("parity",), pool="mean:turn")
+    with web_page.served(out) as server:
+        web_page.read_all(server)
+        page = seen.open(server.url + "#pooled")
+        listed = page.locator("table.rows tbody tr")
+        expect(listed).to_have_count(24)
+        expect(page.locator("table.rows thead th")).to_have_text(
+            ["Row", "Span", "Tokens", "parity", "Text"]
+        )
+        expect(page.locator("article h2")).to_have_text("Document 0, span 0")
+        page.keyboard.press("j")
+        expect(page.locator("article h2")).to_have_text("Document 0, span 1")
+        told = server.api("nearest", unit=0, row=1)
+        near = page.locator("table.near tbody tr")
+        expect(near.locator("td:first-child")).to_have_text(
+            [f"{each['cosine']:.3f}" for each in told["near"]]
+        )
+        expect(page.locator("table.values tbody tr")).to_have_count(12)
+        near.first.locator("a").click()
+        first = told["near"][0]
+        expect(page.locator("article h2")).to_have_text(
+            f"Document {first['doc']}, span {first['span']}"
+        )
+        page.keyboard.press("2")
+        expect(page.locator("article h2")).to_have_text("Document 0")
+        page.keyboard.press("8")
+        expect(page.locator("table.ends")).to_have_count(2)
+        page.goto("about:blank")
 
 
 def test_labels_are_not_offered_where_none_were_kept(seen: Seen, sparse: web_page.Served) -> None:

@@ -90,3 +90,16 @@ def test_rows_of_first_tokens_alone_are_used(tmp_path: Path, model: Path) -> Non
     web_page.build_texts(tmp_path / "out", model, texts, keep=("parity",), where="pos == 0")
     means = mean_rows(spile.open(tmp_path / "out"), TAPS, *ASKED)
     assert means.first and len(means.docs) == 4
+
+
+@pytest.mark.parametrize("pool", ["mean:turn", "max"])
+def test_pooled_rows_count_as_in_the_public_function(
+    pool: str, tmp_path: Path, model: Path
+) -> None:
+    texts = web_page.texts(20)
+    web_page.build_texts(tmp_path / "out", model, texts, keep=("parity",), pool=pool)
+    ds = spile.open(tmp_path / "out")
+    told = direction_between(ds, mean_rows(ds, TAPS, *ASKED), TAPS[0])
+    wanted = spile.direction(ds, "odd", "even", TAPS[0]).values
+    np.testing.assert_allclose(told["values"] * told["length"], wanted, rtol=1e-5, atol=1e-5)
+    assert told["first"] and told["documents"] == [10, 10]

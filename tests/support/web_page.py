@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from spile.core.index import BOS, END, FIRST, INDEX_DTYPE, LAST
+from spile.core.index import BOS, END, FIRST, INDEX_DTYPE, LAST, POOLED_INDEX_DTYPE
 from spile.dataset.codec.documents import encode_documents
 from spile.dataset.format import TapInfo
 from spile.dataset.records.ledger import Ledger
@@ -167,6 +167,8 @@ def build(
         for entry, unit in zip(table.units, units, strict=True)
     ]  # fmt: skip
     index = [stored.kept(table, each) for each in read]
+    if table.recipe.pool:
+        index = [pooled(each) for each in index]
     built = Built(path, table, read, index, [list(each) for each in previews], rows)
     Ledger(LocalObjects(path)).create_table(table)
     built.commit(*(range(len(units)) if commit is None else commit))
@@ -182,6 +184,20 @@ def _entries(doc: int, ids: np.ndarray, seq_len: int) -> np.ndarray:
     found["flags"][found["pos"] == seq_len - 1] |= LAST
     found["flags"][-1:] |= LAST | END
     return found
+
+
+def pooled(entries: np.ndarray) -> np.ndarray:
+    """The index of two pooled rows for each document: of its first four tokens, and of the rest."""
+    found: list[np.ndarray] = []
+    for doc in np.unique(entries["doc"]):
+        whole = entries[entries["doc"] == doc]
+        for span, part in enumerate(filter(len, (whole[:4], whole[4:]))):
+            row = np.zeros(1, POOLED_INDEX_DTYPE)
+            for name in INDEX_DTYPE.names or ():
+                row[name] = part[name][-1]
+            row["span"], row["start"], row["count"] = span, part["offset"][0], len(part)
+            found.append(row)
+    return np.concatenate([np.zeros(0, POOLED_INDEX_DTYPE), *found])
 
 
 def build_texts(path: Path, model: Path, documents: Sequence[str], **options: Any) -> Built:

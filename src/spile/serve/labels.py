@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from spile.core.errors import ConfigError
+from spile.core.pool import reduces
 from spile.dataset.read.dataset import Dataset
 
 _MOST_BYTES = 1 << 30  # of rows, in float32, read for one answer
@@ -63,6 +64,8 @@ def mean_rows(
 ) -> MeanRows:
     """Read the mean row of documents with either label, without the first token of contexts.
 
+    Pooled rows are all used, and count as `spile.direction` counts them.
+
     Raises:
         ConfigError: if a label does not occur.
     """
@@ -79,16 +82,18 @@ def mean_rows(
     sides: list[bool] = []
     order = known[np.random.default_rng(0).permutation(len(known))][:_MOST_DOCUMENTS]
     every, read = dataset.columns("doc"), 0
-    later = bool((dataset.index(0, min(len(dataset), _LONGEST))["pos"] > 0).any())
+    pool = dataset.recipe.pool
+    later = not pool and (dataset.index(0, min(len(dataset), _LONGEST))["pos"] > 0).any()
     for place in order.tolist():
         whole = dataset.document(int(every[place]))
         chosen = np.flatnonzero(whole.index["pos"] >= later)[:_LONGEST]
         if not len(chosen):
             continue
         found = replace(whole, index=whole.index[chosen], rows=whole.rows[chosen])
+        weights = found.index["count"] if reduces(pool) == "mean" else np.ones(len(chosen))
         for tap in taps:
             rows = found.read(tap).reshape(len(chosen), -1)
-            means[tap].append(rows.mean(axis=0, dtype=np.float64))
+            means[tap].append(weights @ rows.astype(np.float64) / weights.sum())
         docs.append(found.doc)
         sides.append(labels[place] == positive)
         read += len(chosen)
@@ -172,12 +177,13 @@ def _told(rows: np.ndarray, positive: np.ndarray, held: np.ndarray) -> np.ndarra
     centre = rows[~held].mean(axis=0)
     own, others = rows[~held] - centre, rows[held] - centre
     scale = float(np.square(own).sum(axis=1).mean()) or 1.0
-    products, wanted = own @ own.T / scale, np.where(positive[~held], 1.0, -1.0)
-    usual = wanted.mean()
+    products = np.asarray(own @ own.T / scale, np.float64)
+    wanted = np.where(positive[~held], 1.0, -1.0)
+    usual, one = float(wanted.mean()), np.eye(len(own))
     best, weights = np.inf, wanted
-    for ridge in _RIDGES * len(own):
-        inverse: np.ndarray = np.linalg.inv(products + ridge * np.eye(len(own)))
-        found: np.ndarray = inverse @ (wanted - usual)
+    for ridge in (_RIDGES * len(own)).tolist():
+        inverse = np.linalg.solve(products + float(ridge) * one, one)
+        found = inverse @ (wanted - usual)
         error = float(np.square(found / np.diag(inverse)).sum())
         if error < best:
             best, weights = error, found

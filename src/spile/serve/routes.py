@@ -27,6 +27,7 @@ from spile.serve.documents import (
     described,
 )
 from spile.serve.labels import accuracies, columns_of, direction_between, mean_rows
+from spile.serve.pooled_rows import listed, nearest
 from spile.serve.projection import has_umap, pca, similarities, umap
 from spile.serve.run_history import RunHistory
 
@@ -79,6 +80,8 @@ class Answers:
             "labels": self._labels,
             "direction": self._direction,
             "probe": self._probe,
+            "rows": self._rows,
+            "nearest": self._nearest,
         }
 
     def start(self) -> None:
@@ -133,6 +136,7 @@ class Answers:
             "rows": dataset.num_tokens,
             "documents": dataset.num_documents,
             "columns": list(dataset.recipe.keep),
+            "pool": dataset.recipe.pool,
             "finished": self.history.status.over and dataset.num_tokens > 0,
             "model": dataset.recipe.model_source,
             "corpus": dataset.recipe.corpus_source,
@@ -370,12 +374,32 @@ class Answers:
 
     def _probe(self, asked: Parameters) -> dict[str, Any]:
         dataset, labels = self.explorer.dataset, self._two_labels(asked)
-        taps = [*self.digest.moments]
+        taps = [tap for tap in self.digest.moments if dataset.dtype(tap).kind == "f"]
 
         def make() -> Ready:
             return Ready(plain(accuracies(mean_rows(dataset, taps, *labels))))
 
         return self._cache.ask(("probe", *labels), (tuple(taps), dataset.num_units), make)
+
+    def _rows(self, asked: Parameters) -> dict[str, Any]:
+        dataset = self._pooled_dataset()
+        start = number(asked, "start", 0), number(asked, "count", 50, 1, MOST_LISTED)
+        return listed(dataset, self._finder.kept, *start)
+
+    def _nearest(self, asked: Parameters) -> dict[str, Any]:
+        dataset, tap = self._pooled_dataset(), self._dense_tap(asked)
+        row = number(asked, "unit", None), number(asked, "row", None)
+        with self.digest.lock:
+            moments = self.digest.moments[tap].mean, self.digest.moments[tap].deviation
+        sample = self.digest.sample
+        found = nearest(dataset, self._finder.kept, sample, moments, tap, *row)
+        return {**found, "read": self._read()}
+
+    def _pooled_dataset(self) -> Dataset:
+        dataset = self.explorer.dataset
+        if not dataset.recipe.pool:
+            raise ConfigError("the rows of this dataset are tokens; see the page Documents")
+        return dataset
 
     def _two_labels(self, asked: Parameters) -> tuple[str, str, str]:
         column = self._kept_column(asked.get("column", ""))

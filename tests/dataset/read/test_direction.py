@@ -121,6 +121,37 @@ def test_whitening_separates_what_varies_along_the_difference(tmp_path: Path) ->
     assert ratio(True) > 0.8 > 0.3 > ratio(False) > 0
 
 
+def test_a_pooled_row_counts_as_its_tokens_if_it_is_their_mean(tmp_path: Path) -> None:
+    """Of each document two rows are stored, which stand for different numbers of tokens."""
+    texts = [[web_page.tokens("x" * (6 + 3 * n)) for n in range(8)]]
+    labels = np.array(["odd", "even"] * 4)
+
+    def means(pool: str, over: str) -> tuple[Dataset, np.ndarray]:
+        out = tmp_path / f"{pool}-{over}".replace(":", "-")
+        web_page.build(out, texts, [[""] * 8], pool=pool)
+        ds = spile.open(out)
+        index, rows = ds.index(0, len(ds)), ds.read(TAP).astype(np.float64)
+        weights = index["count"].astype(float) if pool.startswith("mean") else np.ones(len(index))
+        assert {*index["count"].tolist()} > {3, 4, 6} and len(index) == 16
+        if over == "documents":
+            weights /= np.bincount(index["doc"], weights)[index["doc"]]
+        each = [labels[index["doc"]] == label for label in ("odd", "even")]
+        found = [weights[side] @ rows[side] / weights[side].sum() for side in each]
+        return ds, found[0] - found[1]
+
+    for pool, over in (("mean:turn", "documents"), ("mean:turn", "tokens"), ("max", "documents")):
+        ds, wanted = means(pool, over)
+        found = spile.direction(ds, "odd", "even", TAP, by=labels, over=over)
+        np.testing.assert_allclose(found.values, wanted, rtol=1e-5, atol=1e-6)
+        if over == "documents":
+            lda = spile.direction(ds, "odd", "even", TAP, by=labels, whiten=True)
+            assert lda.shrinkage is not None and 0 < lda.shrinkage < 1
+    for options, told in (({"whiten": True}, "covariance"), ({}, "mean")):
+        with pytest.raises(ConfigError, match=f"made with --pool .* so that tokens have no {told}"):
+            pooled = spile.open(tmp_path / ("mean-turn-tokens" if options else "max-documents"))
+            spile.direction(pooled, "odd", "even", TAP, by=labels, over="tokens", **options)
+
+
 def test_numpy_takes_a_direction_as_an_array(tmp_path: Path) -> None:
     ds = spile.open(plain(tmp_path))
     found = spile.direction(ds, "odd", "even", TAP, by=parity(ds))

@@ -91,7 +91,7 @@ ALIKE = ("qwen2", "qwen3-gqa", "phi3-gqa", "granite-gqa", "olmo-mha-clipped",
          "stablelm-mqa-parallel-qknorm", "gptj", "opt", "bloom", "museglimmer-gqa",
          "deepseek2-bias", "mamba2", "falconh1-gqa", "lfm2-gqa", "phimoe-gqa")  # fmt: skip
 # Fewer layers for the suite, still of every kind; of others but KINDS, two.
-# Models whose values in float32 HF itself rounds by nearly the tolerance: 1.7e-5 of layer_embed_out.
+# Models whose values in float32 HF itself rounds by nearly the tolerance: 1.7e-5, layer_embed_out.
 INEXACT = ("gemma4-experts-all",)
 DEPTHS: dict[str, dict[str, Any]] = {
     **{name: {"num_hidden_layers": 2} for name in ALIKE},

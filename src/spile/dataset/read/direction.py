@@ -7,7 +7,7 @@ np.save("refusal.npy", refusal)  # for --splice steer:resid_post.9=refusal.npy*4
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from spile.core.errors import ConfigError, DataError
 from spile.core.options import listed
+from spile.core.pool import reduces
 from spile.dataset.codec.quantization import DECODED
 from spile.dataset.read.choice import RowChoice, row_choice
 from spile.dataset.read.dataset import Dataset
@@ -98,7 +99,9 @@ def direction(
             the order of `ds.columns`, as in `by=ds.columns("year") >= 1900`. It may be left out if
             exactly one kept column has both values.
         over: what the means are over. "documents": each document counts once, with the mean of its
-            tokens. "tokens": each token counts once, so that long documents count for more.
+            tokens. "tokens": each token counts once, so that long documents count for more. Rows
+            of a dataset made with `--pool mean` count as the tokens that they stand for, and those
+            of `max`, `last` and `first` as one.
         where: the rows to use, as in `ds.batches`: "not special and pos >= 1".
         whiten: return the direction of linear discriminant analysis: the inverse of the covariance
             within the groups, times the difference. The covariance is shrunk by the formula of
@@ -116,6 +119,12 @@ def direction(
         )
     if over not in get_args(MeanOver):
         raise ConfigError(f"means are over 'documents' or 'tokens', not over {over!r}")
+    if ds.recipe.pool and over == "tokens" and (whiten or reduces(ds.recipe.pool) != "mean"):
+        raise ConfigError(
+            f"{ds.url}: was made with --pool {ds.recipe.pool}, so that tokens have no "
+            + ("covariance" if whiten else "mean")
+            + "; use over='documents'"
+        )
     groups = _groups(ds, positive, negative, by, where)
     means = _means(ds, tap, groups, over)
     difference = means[0] - means[1]
@@ -146,20 +155,26 @@ class _Groups:
         doc: their ordinals, ascending.
         side: 0 for a positive document, 1 for a negative one.
         rows: how many rows were chosen of each.
+        tokens: how many tokens these stand for.
+        choice: the rows to use.
+        pooled: whether a row is the mean of `count` tokens.
     """
 
     doc: Rows
     side: Rows
     rows: Rows
+    tokens: Rows
     choice: RowChoice | None
+    pooled: bool
 
-    def find(self, entries: np.ndarray) -> tuple[Rows, Rows]:
-        """Return which entries of an index are used, and the place of each one's document."""
+    def find(self, entries: np.ndarray) -> tuple[Rows, Rows, Rows]:
+        """Return which entries are used, the place of each one's document, and its tokens."""
         places = np.minimum(np.searchsorted(self.doc, entries["doc"]), len(self.doc) - 1)
         used = self.doc[places] == entries["doc"]
         if self.choice is not None:
             used &= self.choice.mask(entries)
-        return np.flatnonzero(used), places[used]
+        tokens = entries["count"] if self.pooled else np.ones(len(entries), np.int64)
+        return np.flatnonzero(used), places[used], tokens[used]
 
 
 def _groups(
@@ -181,21 +196,26 @@ def _groups(
                 f"{ds.url}: no document has {named} {label!r}; there are {_told(labels)}"
             )
     used = sides[0] | sides[1]
+    nothing = np.zeros(int(used.sum()), np.int64)
     found = _Groups(
-        ds.columns("doc")[used],
-        np.where(sides[0][used], 0, 1),
-        np.zeros(int(used.sum()), np.int64),
-        choice or None,
+        doc=ds.columns("doc")[used],
+        side=np.where(sides[0][used], 0, 1),
+        rows=nothing,
+        tokens=nothing.copy(),
+        choice=choice or None,
+        pooled=reduces(ds.recipe.pool) == "mean",
     )
     for low in range(0, ds.num_tokens, _SCANNED):
-        _, places = found.find(ds.index(low, min(low + _SCANNED, ds.num_tokens)))
-        np.add(found.rows, np.bincount(places, minlength=len(found.rows)), out=found.rows)
+        _, places, tokens = found.find(ds.index(low, min(low + _SCANNED, ds.num_tokens)))
+        np.add.at(found.rows, places, 1)
+        np.add.at(found.tokens, places, tokens)
     kept = found.rows > 0
     for side, label in enumerate((positive, negative)):
         if not kept[found.side == side].any():
             chosen = f"where {where!r}: " if where else ""
             raise ConfigError(f"{chosen}no row of {ds.url} belongs to {named} {label!r}")
-    return _Groups(found.doc[kept], found.side[kept], found.rows[kept], found.choice)
+    columns = {name: getattr(found, name)[kept] for name in ("doc", "side", "rows", "tokens")}
+    return replace(found, **columns)
 
 
 def _labels(
@@ -239,29 +259,29 @@ def _told(labels: Sequence[Any]) -> str:
     return f"{shown}{more}"
 
 
-def _windows(ds: Dataset, tap: str, groups: _Groups) -> Iterator[tuple[np.ndarray, Rows]]:
-    """Yield rows [any, width] of the groups in stored order, and the place of each's document."""
+def _windows(ds: Dataset, tap: str, groups: _Groups) -> Iterator[tuple[np.ndarray, Rows, Rows]]:
+    """Yield rows [any, width] of the groups, the place of each one's document, and its tokens."""
     width = ds.width(tap)
     most = max(1, _WINDOW_BYTES // (width * DECODED.itemsize))
     window = np.empty((min(most, ds.num_tokens), *ds.shape(tap)), DECODED)
     for low in range(0, ds.num_tokens, len(window)):
         high = min(low + len(window), ds.num_tokens)
-        used, places = groups.find(ds.index(low, high))
+        used, places, tokens = groups.find(ds.index(low, high))
         if len(used):
             ds.read_into(tap, low, window[: high - low])
-            yield window.reshape(len(window), width)[used], places
+            yield window.reshape(len(window), width)[used], places, tokens
 
 
 def _means(ds: Dataset, tap: str, groups: _Groups, over: MeanOver) -> np.ndarray:
     """Return the mean of each group, [2, width]."""
-    each = 1 / groups.rows if over == "documents" else np.ones(len(groups.rows))
+    each = 1 / groups.tokens if over == "documents" else np.ones(len(groups.tokens))
     sums = np.zeros((_SIDES, ds.width(tap)))
-    for rows, places in _windows(ds, tap, groups):
+    for rows, places, tokens in _windows(ds, tap, groups):
         weights = np.zeros((_SIDES, len(rows)))
-        weights[groups.side[places], np.arange(len(rows))] = each[places]
+        weights[groups.side[places], np.arange(len(rows))] = each[places] * tokens
         with np.errstate(invalid="ignore"):  # of infinity; `direction` refuses the sum
             sums += weights @ rows.astype(np.float64)
-    counts = np.ones(len(groups.rows)) if over == "documents" else groups.rows
+    counts = np.ones(len(groups.tokens)) if over == "documents" else groups.tokens
     return sums / np.bincount(groups.side, counts, _SIDES)[:, None]
 
 
@@ -270,11 +290,12 @@ def _samples(
 ) -> Iterator[np.ndarray]:
     """Yield what the covariance is of, less the mean of its group: documents, or tokens."""
     begun: dict[int, tuple[np.ndarray, int]] = {}  # sums of documents, and how many rows they hold
-    for rows, places in _windows(ds, tap, groups):
+    for rows, places, tokens in _windows(ds, tap, groups):
         wide = rows.astype(np.float64)
         if over == "tokens":
             yield wide - means[groups.side[places]]
             continue
+        wide *= tokens[:, None]
         begins = np.flatnonzero(np.diff(places, prepend=-1)).tolist()
         whole: list[np.ndarray] = []
         for first, last in zip(begins, [*begins[1:], len(places)], strict=True):
@@ -286,7 +307,7 @@ def _samples(
             if count < groups.rows[place]:
                 begun[place] = total, count
             else:
-                whole.append(total / count - means[groups.side[place]])
+                whole.append(total / groups.tokens[place] - means[groups.side[place]])
         if whole:
             yield np.array(whole)
 

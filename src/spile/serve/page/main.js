@@ -11,9 +11,10 @@ import { view as similarity } from './view_similarity.js';
 import { view as projection } from './view_projection.js';
 import { view as latents } from './view_latents.js';
 import { view as labels } from './view_labels.js';
+import { view as pooled } from './view_pooled.js';
 
-const VIEWS = { run, documents, layers, channels, similarity, projection, latents, labels };
-const KINDS = { channels: 'dense', similarity: 'dense', projection: 'dense', latents: 'latents', labels: 'dense' }; // of the taps that a view is of
+const VIEWS = { run, documents, layers, channels, similarity, projection, latents, labels, pooled };
+const KINDS = { channels: 'dense', similarity: 'dense', projection: 'dense', latents: 'latents', labels: 'dense', pooled: 'dense' }; // of the taps that a view is of
 const NAMES = Object.keys(VIEWS);
 const POLL = 2000;
 
@@ -79,12 +80,21 @@ function drawStrip() {
   strip.replaceChildren(...parts);
 }
 
-const offered = (view) => !page.dataset || ((!KINDS[view] || page.taps(KINDS[view]).length > 0) && (view !== 'labels' || page.dataset.columns.length > 0));
+/** Why a view has nothing to show of this dataset; null if it has. */
+function missing(view) {
+  const { dataset } = page;
+  if (!dataset) return null;
+  if (KINDS[view] && !page.taps(KINDS[view]).length) return KINDS[view] === 'latents' ? 'No tap of this dataset holds latents.' : 'Every tap of this dataset holds latents; this view is of dense rows.';
+  if (view === 'labels' && !dataset.columns.length) return 'No column was kept of the corpus: extract with --keep.';
+  if (view === 'pooled' && !dataset.pool) return 'The rows of this dataset are tokens, not pooled.';
+  return null;
+}
+
+const offered = (view) => missing(view) === null;
 
 /** What stands in for a view that no tap of the dataset is for. */
 function nothing(view) {
-  const why = view === 'labels' && page.taps('dense').length ? 'No column was kept of the corpus: extract with --keep.' : KINDS[view] === 'latents' ? 'No tap of this dataset holds latents.' : 'Every tap of this dataset holds latents; this view is of dense rows.';
-  return { element: h('section', { className: 'view', ariaLabel: view }, h('p', { className: 'empty' }, why)), update: () => {} };
+  return { element: h('section', { className: 'view', ariaLabel: view }, h('p', { className: 'empty' }, missing(view))), update: () => {} };
 }
 
 async function poll() {
