@@ -27,6 +27,7 @@ EXEMPT = {
     "dataset/read/choice.py": "dataset/read/test_dataset.py",
     "dataset/read/document.py": "dataset/read/test_dataset.py",
     "dataset/read/opening.py": "dataset/read/test_dataset.py",
+    "dataset/read/reduced.py": "e2e/test_reduce.py",
     "dataset/read/tap_groups.py": "dataset/read/test_dataset.py",
     "dataset/read/window.py": "dataset/read/test_batches.py",
     "fleet/ray/driver.py": "chaos/test_ray.py",
@@ -50,7 +51,6 @@ EXEMPT = {
     "objects/memory.py": "contracts/test_objects.py",
     "objects/rooted.py": "contracts/test_objects.py",
     "plan/fetch.py": "e2e/test_hub.py",
-    "plan/pooling.py": "e2e/test_pool.py",
 }
 
 

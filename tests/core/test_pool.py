@@ -3,7 +3,7 @@
 import pytest
 
 from spile.core.errors import ConfigError
-from spile.core.pool import Pool, reduces
+from spile.core.pool import MOMENTS, Pool, is_reduced, label_columns, reduced_by, reduces
 
 
 @pytest.mark.parametrize(("text", "pool"), [
@@ -39,3 +39,21 @@ def test_only_mean_and_max_compute_values() -> None:
         "mean", "max", None, None
     ]  # fmt: skip
     assert reduces(None) is None
+
+
+@pytest.mark.parametrize(("given", "text", "pool"), [
+    (("mean", "label"), "reduce mean by label", Pool("mean", labels=("label",))),
+    (("count,mean", None), "reduce mean", Pool("mean", labels=())),
+    (("var", "label, role"), "reduce mean,var by label,role",
+     Pool(MOMENTS, labels=("label", "role"))),
+    (("mean", "a b"), "reduce mean by a b", Pool("mean", labels=("a b",))),
+])  # fmt: skip
+def test_reduce_is_a_pool_whose_spans_have_labels(
+    given: tuple[str, str | None], text: str, pool: Pool
+) -> None:
+    assert reduced_by(*given) == text
+    assert Pool.parse(text) == pool and str(pool) == text
+    assert is_reduced(text) and reduces(text) == pool.by and pool.column is None
+    assert label_columns(text) == tuple(name for name in pool.labels or () if name != "role")
+    assert pool.by_speaker == ("role" in (pool.labels or ()))
+    assert not is_reduced("mean") and not is_reduced(None) and label_columns("mean:turn") == ()

@@ -142,7 +142,9 @@ def test_a_column_that_is_named_must_be_there(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         columns = {"text": pa.array(["x"]), **({"id": pa.array([1])} if name != "b" else {})}
         write_parquet(tmp_path / f"{name}.parquet", columns)
-    with pytest.raises(InputError, match=r"b\.parquet: no column 'id', which --keep names; it has"):
+    with pytest.raises(
+        InputError, match=r"b\.parquet: no column 'id', which --keep or --by names; it has"
+    ):
         units_of(find_files(str(tmp_path)), keep=("id",))
 
 

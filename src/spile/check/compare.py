@@ -28,6 +28,7 @@ from spile.check.sampled import SampledRows, sampled_rows
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError, StoreError
 from spile.core.libraries import import_library
+from spile.core.pool import is_reduced
 from spile.core.recipe import TOPS, latent_names
 from spile.corpus.pack import PackedUnit
 from spile.dataset import format as fmt
@@ -167,6 +168,11 @@ def check(out: str, *, samples: int = 4, recipe: Recipe | None = None) -> CheckR
         raise ConfigError(
             f"{out}: a function of your own changes its values, and check runs only the built-in "
             "changes of --splice"
+        )
+    if is_reduced(stored.recipe.pool):
+        raise ConfigError(
+            f"{out}: holds sums over whole units, which check does not recompute; extract a few "
+            "documents with --pool mean in place of --reduce, and check those"
         )
     references = dict[str, References]()
     found: list[CheckReport] = []

@@ -132,6 +132,14 @@ class Recipe(Options):
         "--every keep of each document; or of each turn (mean:turn) or role (mean:assistant) of a "
         "chat, or of spans of characters that a column gives (mean:COLUMN)"
     )
+    reduce: str | None = option(
+        "store no rows, but for each label the count and mean, or mean,var, of all tokens that "
+        "--where and --every keep: `ds.reduced` returns them, in float64"
+    )
+    by: str | None = option(
+        "with --reduce, the column whose values are the labels, several joined by commas, or role "
+        "for the speakers of a chat [one label for all]"
+    )
     seq_len: int | None = count(
         "tokens in a context [2048, or the model's maximum]",
         minimum=8,

@@ -68,8 +68,8 @@ def refuse_missing_columns(reader: CorpusReader, named: tuple[str, ...]) -> None
             for name in named:
                 if name not in found:
                     raise InputError(
-                        f"{file.path}: no {name!r} in its first documents, which --keep names; "
-                        f"they have {listed(sorted(found))}"
+                        f"{file.path}: no {name!r} in its first documents, which --keep or --by "
+                        f"names; they have {listed(sorted(found))}"
                     )
 
 

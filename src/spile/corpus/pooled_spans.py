@@ -41,11 +41,12 @@ class PooledSpans:
         """Group kept tokens, given in packed order.
 
         Args:
-            spans: the number of each token's span in its document.
+            spans: the number of each token's span in its document; with labels, in the unit.
             places: the packed row of each token.
         """
-        order = np.lexsort((entries["offset"], spans, entries["doc"]))
-        doc, span = entries["doc"][order], spans[order]
+        within = entries["doc"] if pool.labels is None else np.zeros(len(entries), np.int64)
+        order = np.lexsort((entries["offset"], spans, within))
+        doc, span = within[order], spans[order]
         new = np.ones(len(order), np.bool_)
         new[1:] = (np.diff(doc) | np.diff(span)) != 0
         (begins,) = np.nonzero(new)
@@ -81,6 +82,11 @@ class PooledSpans:
     def part_places(self) -> np.ndarray:
         """The packed row of each part."""
         return self.places[self._met[0]]
+
+    @cached_property
+    def part_counts(self) -> np.ndarray:
+        """The number of kept tokens of each part."""
+        return np.bincount(self._met[1], minlength=len(self.parts))
 
     @cached_property
     def ends(self) -> np.ndarray:

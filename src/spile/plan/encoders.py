@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError
+from spile.core.pool import MOMENTS, is_reduced, reduces
 from spile.core.recipe import latent_names
 from spile.dataset.format import TapInfo
 from spile.models.config.arch import Arch
@@ -62,14 +63,21 @@ def stored_taps(
     arch: Arch,
     seq_len: int,
     store_dtype: str,
+    pool: str | None = None,
 ) -> dict[str, TapInfo]:
-    """Describe the stored arrays of every tap: its rows, or latents and their ids."""
+    """Describe the stored arrays of every tap: its rows, its sums, or latents and their ids.
+
+    Args:
+        pool: that of the recipe.
+    """
+    moments = (2,) if reduces(pool) == MOMENTS else ()
     infos: dict[str, TapInfo] = {}
     for tap in taps:
         encoder = encoders.get(tap.name)
         if encoder is None:
-            dtype = tap.dtype(store_dtype)
-            infos[tap.name] = TapInfo(tap.shape(arch, seq_len), dtype, tap.aliases(arch))
+            dtype = "float64" if is_reduced(pool) else tap.dtype(store_dtype)
+            shape = (*tap.shape(arch, seq_len), *moments)
+            infos[tap.name] = TapInfo(shape, dtype, tap.aliases(arch))
             continue
         values, ids = latent_names(tap.name)
         shape, latents = (encoder.kept,), encoder.sae.latents

@@ -322,7 +322,7 @@ def _by_table(job: ExtractionJob, done: set[int]) -> tuple[Counted, Counted]:
 def _row_bytes_as(job: ExtractionJob, store_dtype: str) -> int:
     """Return the bytes of a row over all taps, if stored as `store_dtype`."""
     arch, seq_len = job.checkpoint.arch, job.recipe.seq_len
-    infos = stored_taps(job.taps, job.encoders, arch, seq_len, store_dtype)
+    infos = stored_taps(job.taps, job.encoders, arch, seq_len, store_dtype, job.recipe.pool)
     return sum(info.row_bytes for info in infos.values())
 
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from spile.core.errors import ConfigError
 from spile.core.expressions import DocumentFilter, RowFilter
-from spile.core.pool import Pool
+from spile.core.humanize import size
+from spile.core.pool import Pool, is_reduced
 from spile.core.recipe import ResolvedRecipe
 from spile.core.units import Unit
 from spile.corpus.chats.rows import RowReader
@@ -32,6 +34,8 @@ from spile.models.sites import AFTER_BLOCKS
 from spile.models.splices import Splice
 from spile.models.taps import Tap
 from spile.plan.pooling import spans_of
+
+_MOST_LABELS = 4096  # in a unit: each is held until its last token, and stored
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,13 @@ def prepare_unit(
             packed_apart=unit.packed,
             with_table=with_table,
             timed=timed,
+        )
+    if is_reduced(job.recipe.pool) and prepared.packed.num_rows > _MOST_LABELS:
+        rows = prepared.packed.num_rows
+        raise ConfigError(
+            f"{Pool.parse(job.recipe.pool or '').flag}: unit {unit.id} has {rows:,} labels, which "
+            f"take {size(rows * job.table.row_bytes)} in each unit; choose a column with fewer "
+            "values, or --pool mean, which stores a row for each document"
         )
     return replace(prepared, unit=unit.id, attempt=attempt)
 

@@ -69,7 +69,9 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
         table,
         recipe=settled,
         fingerprint=settled.fingerprint(),
-        taps=stored_taps(taps, encoders, checkpoint.arch, settled.seq_len, settled.store_dtype),
+        taps=stored_taps(
+            taps, encoders, checkpoint.arch, settled.seq_len, settled.store_dtype, settled.pool
+        ),
         tokenizer={},
     )
     found = _pass_of(dataset, planned)

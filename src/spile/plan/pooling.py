@@ -1,17 +1,18 @@
-"""`--pool`: which recipes can be pooled, and the spans of documents."""
+"""`--pool` and `--reduce`: which recipes can be pooled, and the spans of documents."""
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
 from spile.core.errors import ConfigError, InputError
 from spile.core.index import ROLES
 from spile.core.options import listed
-from spile.core.pool import DOCUMENT, SPEAKERS, TURN, Pool
+from spile.core.pool import DOCUMENT, ROLE, SPEAKERS, TURN, Pool
 from spile.core.recipe import ResolvedRecipe
 from spile.corpus.character_spans import NONE, spans_of_tokens
 from spile.corpus.chats.rows import RowReader
-from spile.corpus.documents import Documents
+from spile.corpus.documents import CorpusDocument, Documents
 from spile.corpus.formats.token_ids import TokenIds
 from spile.corpus.programs.program import is_program
 from spile.corpus.reader import CorpusReader
@@ -31,11 +32,11 @@ def refuse_pool(
     pool = Pool.parse(recipe.pool) if recipe.pool else None
     if pool is None:
         return
-    asked = f"--pool {pool}"
+    asked = pool.flag
     if pool.by_speaker and reading is None and not is_program(recipe.corpus_source):
         raise ConfigError(
-            f"{asked}: the corpus holds no chats; name their column with --messages, or pool over "
-            f"the document (--pool {pool.by})"
+            f"{asked}: the corpus holds no chats; name their column with --messages, or "
+            + ("choose another column" if pool.labels else f"pool over the document ({pool.by})")
         )
     if pool.column and reading is not None and not isinstance(reading, TokenIds):
         raise ConfigError(
@@ -67,15 +68,18 @@ def spans_of(
 ) -> list[np.ndarray]:
     """Return the number of each token's span in its document, negative for tokens of none.
 
-    Empty if documents are the spans, or if nothing is pooled.
+    With labels, it is the number of the token's label in the unit. A document without a value in
+    one of their columns belongs to none. Empty if documents are the spans, or if nothing is pooled.
 
     Args:
         tokens: of each usable document.
         flags: of its tokens; empty if the documents have no speakers.
     """
-    if pool is None or pool.over == DOCUMENT:
+    if pool is None or (pool.labels is None and pool.over == DOCUMENT):
         return []
     said = flags or [np.zeros(len(ids), np.uint16) for ids in tokens]
+    if pool.labels is not None:
+        return _labelled(pool, documents.usable, said)
     if pool.over in SPEAKERS:
         role = ROLES[pool.over]
         return [np.where(each & role != 0, 0, NONE) for each in said]
@@ -89,6 +93,26 @@ def spans_of(
         spans_of_tokens(offsets, document.spans or (), each if pool.by_speaker else None)
         for offsets, document, each in places
     ]
+
+
+def _labelled(
+    pool: Pool, documents: Sequence[CorpusDocument], flags: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """Return the number of each token's label in the unit."""
+    speakers = SPEAKERS if ROLE in (pool.labels or ()) else ()
+    numbers: dict[tuple[Any, ...], int] = {}
+    spans = [np.full(len(each), NONE, np.int64) for each in flags]
+    for document, each, own in zip(documents, flags, spans, strict=True):
+        values = tuple((document.columns or {}).get(name) for name in pool.label_columns)
+        if None in values:
+            continue
+        for role in speakers:
+            chosen = (each & ROLES[role]) != 0
+            if chosen.any():
+                own[chosen] = numbers.setdefault((*values, role), len(numbers))
+        if not speakers:
+            own[:] = numbers.setdefault(values, len(numbers))
+    return spans
 
 
 def refuse_missing_spans(pool: Pool | None, reader: CorpusReader) -> None:

@@ -20,7 +20,7 @@ from spile.core.errors import ConfigError, DriftError, InputError
 from spile.core.expressions import RowFilter
 from spile.core.humanize import plural
 from spile.core.identity import contents_digest, sampled_digests
-from spile.core.pool import Pool
+from spile.core.pool import Pool, is_reduced, label_columns, reduced_by
 from spile.core.recipe import OF_EACH_ROW, TOPS, ResolvedRecipe
 from spile.core.units import Unit
 from spile.corpus.chat_layouts import refuse_other_layout, settle_chats
@@ -99,6 +99,8 @@ def resolve(
         capability: the compute capability of the GPU that will run it; 0: it is none, or unknown.
         cache: the directory for corpora that are converted to Parquet first.
     """
+    if recipe.reduce or recipe.by:
+        recipe = _reducing(recipe)
     stored = ledger.read_table() or (ledger.of_pass.planned if ledger.of_pass else None)
     growing = growth_of(recipe, stored, ledger.url)
     other = None if recipe.like is None else Ledger(open_objects(recipe.like))
@@ -149,7 +151,8 @@ def resolve(
     tokenizer = _open_tokenizer(checkpoint, resolved)
     reading = reading or read_ids(resolved, tokenizer, checkpoint.arch.vocab_size)
     keep = settled_columns(recipe.keep, files, recipe.text_column, reading)
-    resolved = dataclasses.replace(resolved, keep=keep)
+    labels = label_columns(resolved.pool)
+    resolved = dataclasses.replace(resolved, keep=tuple(dict.fromkeys((*keep, *labels))))
     if stored:
         kept = growing.kept(resolved, stored) if growing else resolved
         _refuse_drift(ledger, stored, kept, files[: len(kept.corpus)])
@@ -163,11 +166,11 @@ def resolve(
         seq_len, dtype = resolved.seq_len, resolved.store_dtype
         table = stored or _make_table(
             resolved,
-            stored_taps(taps, encoders, checkpoint.arch, seq_len, dtype),
+            stored_taps(taps, encoders, checkpoint.arch, seq_len, dtype, resolved.pool),
             tokenizer,
             files,
             reading,
-            named=resolved.keep if recipe.keep else (),
+            named=resolved.keep if recipe.keep else labels,
             like=like if grown and grown.generations else None,
         )
     if other and like:
@@ -313,7 +316,8 @@ def _refuse_unlike(other: Ledger, like: Table, made: Table, directory: AnyPath) 
             "another --out"
         )
     old, new = like.recipe.identity(), made.recipe.identity()
-    chosen = ("pool", "where", "every") if new.get("pool") else ()  # spans of the same tokens
+    # Spans of the same tokens; labels are columns of the same documents.
+    chosen = ("pool", "where", "every", "keep") if new.get("pool") else ()
     unlike = [
         name
         for name in {**old, **new}
@@ -383,9 +387,10 @@ def _settled(
     assert recipe.model and recipe.corpus
     rows = RowFilter(recipe.where, recipe.every)
     unit_tokens = cpu_unit_tokens(arch, taps, seq_len) if platform == "cpu" else _UNIT_TOKENS
+    given: dict[str, Any] = {name: getattr(recipe, name) for name in _AS_GIVEN}
+    given |= tops_of(taps, arch, seq_len)
     return ResolvedRecipe(
-        **{name: getattr(recipe, name) for name in _AS_GIVEN},
-        **tops_of(taps, arch, seq_len),
+        **given,
         model_source=lasting(recipe.model),
         lora_source=lasting(recipe.lora) if recipe.lora else None,
         corpus_source=lasting(recipe.corpus),
@@ -412,8 +417,21 @@ def _settled(
         preview=PREVIEW if recipe.preview is None else recipe.preview,
         unit_tokens=recipe.unit_tokens or unit_tokens,
         compute_dtype=compute,
-        store_dtype=recipe.store_dtype or ("float32" if asked_for_float32 else "bfloat16"),
+        # (Sums are stored in float64, whatever it is.)
+        store_dtype="float32"
+        if is_reduced(recipe.pool)
+        else recipe.store_dtype or ("float32" if asked_for_float32 else "bfloat16"),
     )
+
+
+def _reducing(recipe: Recipe) -> Recipe:
+    """Return a recipe whose `pool` says what `reduce` and `by` ask for."""
+    pool = reduced_by(recipe.reduce, recipe.by)
+    if recipe.pool not in (None, pool):
+        raise ConfigError("--pool and --reduce exclude each other: each says what a row is")
+    if recipe.store_dtype is not None:
+        raise ConfigError("--reduce stores float64; leave out --store-dtype")
+    return dataclasses.replace(recipe, pool=pool, reduce=None, by=None)
 
 
 def _identity(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from spile.core.config import activation_dtype
+from spile.core.pool import MOMENTS
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.dataset.codec.quantization import QUANTIZED
 from spile.models.config.arch import GATED_DELTA, SHORT_CONVOLUTION, Arch, Layer
@@ -174,6 +175,7 @@ class Workload:
         """Bytes of the rows that leave the device."""
         if self.pool:
             values = sum(tap.width(self.arch, self.seq_len) for tap in self.taps)
+            values *= 2 if self.pool == MOMENTS else 1
             return self.rows * self.slots * values * _PART // self.cuts.layout.size
         return self._held(sum(self._row_bytes(tap, self.store_dtype) for tap in self.taps))
 

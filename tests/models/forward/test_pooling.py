@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spile.core.pool import MOMENTS
 from spile.models.forward.pooling import Pooling
 
 SLOTS = np.array([[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 0, 0]], np.int32)
@@ -22,6 +23,20 @@ def test_slots_have_the_sum_or_maximum_of_their_tokens(by: str, dtype: str) -> N
             own = wide[row][SLOTS[row] == slot]
             wanted = own.sum(axis=0) if by == "mean" else own.max(axis=0)
             np.testing.assert_allclose(found[row, slot - 1], wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_moments_are_the_sum_and_the_squares_around_the_mean(dtype: str) -> None:
+    values = jnp.asarray(RNG.standard_normal((2, 6, 3, 5)) + 100.0, dtype)
+    found = np.asarray(Pooling(MOMENTS, jnp.asarray(SLOTS), 4).each_slot(values))
+    assert found.shape == (2, 4, 3, 5, 2) and found.dtype == np.float32
+    wide = np.asarray(values.astype(jnp.float32)).astype(np.float64)
+    for row, used in enumerate((2, 3)):
+        for slot in range(1, used + 1):
+            own = wide[row][SLOTS[row] == slot]
+            np.testing.assert_allclose(found[row, slot - 1, ..., 0], own.sum(axis=0), rtol=1e-6)
+            apart = ((own - own.mean(axis=0)) ** 2).sum(axis=0)
+            np.testing.assert_allclose(found[row, slot - 1, ..., 1], apart, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

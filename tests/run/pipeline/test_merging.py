@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from spile.core.index import INDEX_DTYPE
-from spile.core.pool import Pool
+from spile.core.pool import MOMENTS, Pool
 from spile.corpus.pooled_spans import PooledSpans
 from spile.dataset.codec.statistics import TapStats
 from spile.dataset.format import TapInfo
@@ -57,6 +57,23 @@ def test_rows_and_statistics_are_those_of_numpy(
         total.merge(each)
     np.testing.assert_allclose(total.mean, rows.astype(np.float64).mean(axis=0), rtol=1e-12)
     np.testing.assert_allclose(total.variance, rows.astype(np.float64).var(axis=0), rtol=1e-12)
+
+
+@pytest.mark.parametrize("steps", [[[0, 1, 2]], [[0], [1], [2]]])
+def test_moments_are_numpys_mean_and_variance(steps: list[list[int]], spans: PooledSpans) -> None:
+    def moments(rows: list[int]) -> np.ndarray:
+        own = [VALUES[each] for row in rows for each in PARTS[row]]
+        sums = [each.sum(axis=0) for each in own]
+        apart = [((each - each.mean(axis=0)) ** 2).sum(axis=0) for each in own]
+        return np.stack([np.stack(sums), np.stack(apart)], axis=-1)
+
+    merger = SpanMerger(spans, MOMENTS, TapInfo((3, 2), "float64"))
+    rows = np.concatenate([merger.add(moments(step))[0] for step in steps])
+    assert rows.dtype == np.float64
+    for row, doc in zip(rows, DOCS, strict=True):
+        own = VALUES[[n for n, (of, _) in enumerate(TOKENS) if of == doc]].astype(np.float64)
+        np.testing.assert_allclose(row[:, 0], own.mean(axis=0), rtol=1e-6)
+        np.testing.assert_allclose(row[:, 1], own.var(axis=0), rtol=1e-6, atol=1e-12)
 
 
 def test_rows_are_rounded_to_what_is_stored(spans: PooledSpans) -> None:

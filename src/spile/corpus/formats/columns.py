@@ -307,7 +307,7 @@ def check_columns(
             raise _choice_error(path, schema)
     refuse_missing(path, kinds, columns)
     refuse_missing(path, schema.names, also, ", which --filter names")
-    refuse_missing(path, schema.names, keep, ", which --keep names")
+    refuse_missing(path, schema.names, keep, ", which --keep or --by names")
 
 
 def _word(kind: pa.DataType) -> str:

@@ -354,7 +354,7 @@ class CsvFormat(ByteFormat):
             return
         refuse_missing(path, header.columns, context.own_columns)
         refuse_missing(path, header.columns, context.filter_columns, ", which --filter names")
-        refuse_missing(path, header.columns, builder.keep, ", which --keep names")
+        refuse_missing(path, header.columns, builder.keep, ", which --keep or --by names")
         if not context.own_columns:
             header.text_column(self.file, self.options.text_column)
         ends = RecordEnds(self.delimiter)

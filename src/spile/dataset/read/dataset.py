@@ -31,6 +31,7 @@ from spile.dataset.read.latents import Latents, read_latents
 from spile.dataset.read.notebook import dataset_html
 from spile.dataset.read.order import BatchOptions, Normalize, Order, Shuffle
 from spile.dataset.read.pooled import PoolBy, PooledRows, pooled
+from spile.dataset.read.reduced import ReducedRows, reduced
 from spile.dataset.read.rows import StoredRows
 from spile.dataset.read.tables import DocumentTables, index_table
 from spile.dataset.read.tap_groups import TapGroup, rooted, taps_of
@@ -454,6 +455,13 @@ class Dataset:
                 without such rows are left out.
         """
         return pooled(self._stored, self._tables, self.name(tap), by, self._choice(where))
+
+    def reduced(self, tap: str) -> ReducedRows:
+        """Return what `--reduce` stored: for each label of `--by` the count, mean and variance.
+
+        `ds.reduced("resid_post.9")["refusal"]` is the mean over the tokens of that label.
+        """
+        return reduced(self._stored, self._tables, self.name(tap))
 
     def find(self, **columns: Any) -> list[int]:
         """Return the ordinals of documents with these values: `ds.find(id="doc-17")`.

@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from spile.core.errors import ConfigError
+from spile.core.pool import MOMENTS
 from spile.models.config.arch import (
     ATTENTION,
     GATED_DELTA,
@@ -124,7 +125,8 @@ class _Run:
             rows = self.pooling.slots_of_all
         site, heads = kept[0], tuple(self.heads.get(kept, ()))
         tap = Tap(site, layer, heads, self.tops.get(site, 0))
-        return rows, *tap.shape(self.arch, self.tokens.shape[1])
+        moments = (2,) if self.pooling and self.pooling.by == MOMENTS else ()
+        return rows, *tap.shape(self.arch, self.tokens.shape[1]), *moments
 
     def of_tap(self, tap: Tap, values: Array) -> Array:
         """[rows x kept, heads, ...] -> the heads of this tap, from those that were kept."""

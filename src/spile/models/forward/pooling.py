@@ -1,7 +1,8 @@
 """Pooled values: in each packed row, one value for each span, in float32.
 
 A row's spans have slots. The value of a slot is the sum (for "mean") or the maximum of its tokens'
-values in that row; the host merges rows and divides. A sum is a product with zeros and ones: it is
+values in that row, or (for "moments") the sum and the sum of squared deviations from the mean, in
+a last axis of two; the host merges rows and divides. A sum is a product with zeros and ones: it is
 exact but for its float32 accumulation, and has one order on a device. (Additions by index have
 none on GPUs.)
 """
@@ -16,12 +17,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from spile.core.pool import MOMENTS
+
 
 @dataclass(frozen=True)
 class Pooling:
     """How the kept tokens of a batch are pooled."""
 
-    by: str  # "mean" or "max"
+    by: str  # "mean", "max" or `MOMENTS`
     slots: Int[Array, "rows kept"]  # of each token, from 1; 0: it belongs to none
     count: int  # slots of a row
 
@@ -41,8 +44,21 @@ class Pooling:
         """
         shape = values.shape[2:]
         flat = values.reshape(*values.shape[:2], math.prod(shape))
+        if self.by == MOMENTS:
+            found = self._moments(flat)
+            return found.reshape(*found.shape[:2], *shape, 2)
         pooled = self._sums(flat) if self.by == "mean" else self._maxima(flat)
         return pooled.reshape(*pooled.shape[:2], *shape)
+
+    def _moments(
+        self, values: Float[Array, "rows kept width"]
+    ) -> Float[Array, "rows slots width 2"]:
+        sums = self._sums(values)
+        counts = jnp.maximum(self.members.sum(axis=1), 1).astype(jnp.float32)[..., None]
+        # (Tokens of no slot read the mean of the last one, and are left out of the next sum.)
+        own = jnp.take_along_axis(sums / counts, self.slots[..., None] - 1, axis=1)
+        deviations = values.astype(jnp.float32) - own
+        return jnp.stack([sums, self._sums(deviations * deviations)], axis=-1)
 
     def _sums(self, values: Float[Array, "rows kept width"]) -> Float[Array, "rows slots width"]:
         members = self.members

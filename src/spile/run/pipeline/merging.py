@@ -6,7 +6,7 @@ arrived; until then its sum is held.
 
 import numpy as np
 
-from spile.core.pool import reduces
+from spile.core.pool import MOMENTS, reduces
 from spile.corpus.pooled_spans import PooledSpans
 from spile.dataset.codec.quantization import DECODED
 from spile.dataset.codec.statistics import TapStats
@@ -19,10 +19,11 @@ class SpanMerger:
     """Merges the parts of one tap of one unit."""
 
     def __init__(self, spans: PooledSpans, by: str, info: TapInfo) -> None:
-        """`by`: "mean" (parts are sums) or "max"."""
+        """`by`: "mean" (parts are sums), "max" or `MOMENTS` (sums, and squared deviations)."""
         self._spans, self._by, self._info = spans, by, info
         self._done = 0  # parts that have arrived
         self._open: dict[int, np.ndarray] = {}  # by row
+        self._counted: dict[int, int] = {}  # tokens of each open row so far
 
     def add(self, parts: np.ndarray) -> tuple[np.ndarray, list[TapStats]]:
         """Take the parts of whole packed rows; return the rows that they complete, as stored.
@@ -37,25 +38,36 @@ class SpanMerger:
         whole[alone[ends]] = parts[alone]
         place = np.cumsum(ends) - 1  # among the rows that are completed
         for part in np.flatnonzero(~alone).tolist():
-            row = int(rows[part])
-            found = self._merged(self._open.pop(row, None), parts[part].astype(np.float64))
+            row, count = int(rows[part]), int(spans.part_counts[first + part])
+            before = self._open.pop(row, None), self._counted.pop(row, 0)
+            found = self._merged(*before, parts[part].astype(np.float64), count)
             if ends[part]:
                 whole[place[part]] = found
             else:
-                self._open[row] = found
-        if self._by == "mean":
+                self._open[row], self._counted[row] = found, before[1] + count
+        if self._by != "max":
             counts = spans.index["count"][rows[ends]]
             whole /= counts.reshape(-1, *[1] * (whole.ndim - 1))
+        storage = self._info.storage
         with np.errstate(over="ignore"):  # of float16, which is reported as not finite
-            stored = whole.astype(DECODED).astype(self._info.storage)
+            stored = whole.astype(storage if storage == np.float64 else DECODED).astype(storage)
         _, begins = np.unique(spans.part_places[first : self._done][ends], return_index=True)
         groups = np.split(stored, begins[1:]) if len(stored) else []
         return stored, [TapStats.of_rows(group) for group in groups]
 
-    def _merged(self, before: np.ndarray | None, part: np.ndarray) -> np.ndarray:
+    def _merged(
+        self, before: np.ndarray | None, counted: int, part: np.ndarray, count: int
+    ) -> np.ndarray:
+        """Merge a part of `count` tokens with those before it."""
         if before is None:
             return part
-        return before + part if self._by == "mean" else np.maximum(before, part)
+        if self._by == "max":
+            return np.maximum(before, part)
+        both = before + part
+        if self._by == MOMENTS:  # Chan's update
+            apart = before[..., 0] / counted - part[..., 0] / count
+            both[..., 1] += apart * apart * (counted * count / (counted + count))
+        return both
 
 
 def mergers(table: Table, prepared: PreparedUnit) -> dict[str, SpanMerger]:

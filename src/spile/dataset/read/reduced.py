@@ -1,0 +1,136 @@
+"""What `--reduce` stored, for each label: the number of tokens, their mean, and their variance.
+
+A unit stores sums for each of its labels. Here they are merged in float64, in stored order, so the
+result has the same bits whoever made the units.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from spile.core.errors import ConfigError
+from spile.core.humanize import plural
+from spile.core.index import ROLES
+from spile.core.options import listed
+from spile.core.pool import MOMENTS, ROLE, SPEAKERS, Pool
+from spile.dataset.read.rows import StoredRows
+from spile.dataset.read.tables import DocumentTables
+
+_WINDOW_BYTES = 32 << 20  # of stored sums, read at a time
+
+LabelValue = Any  # of a column, or a tuple of the values of several
+
+
+class ReducedRows:
+    """One entry for each label, in ascending order.
+
+    `reduced[label]` is the mean of a label, and `reduced.means[i]` that of `reduced.labels[i]`.
+
+    Attributes:
+        labels: the values of the column; of several columns, tuples; without --by, (None,).
+        counts: how many tokens each has.
+        means: [labels, width] in float64; with the axes of a row, if it has several.
+        variances: the same for the population variance of each channel; None without `var`.
+    """
+
+    def __init__(
+        self,
+        labels: Sequence[LabelValue],
+        counts: np.ndarray,
+        means: np.ndarray,
+        variances: np.ndarray | None,
+        told: str,
+    ) -> None:
+        """`told`: what was reduced, in words."""
+        self.labels, self.counts = tuple(labels), counts
+        self.means, self.variances, self._told = means, variances, told
+
+    def __getitem__(self, label: LabelValue) -> np.ndarray:
+        """Return the mean of a label's tokens."""
+        if label not in self.labels:
+            raise ConfigError(
+                f"no label {label!r} in {self._told}; there are {listed(map(repr, self.labels))}"
+            )
+        return self.means[self.labels.index(label)]
+
+    __iter__ = None  # (or Python would try reduced[0], reduced[1], …)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __repr__(self) -> str:
+        shape = " x ".join(f"{size:,}" for size in self.means.shape[1:])
+        return (
+            f"<{self._told}: {plural(len(self.labels), 'label')} "
+            f"({listed(map(repr, self.labels))}), means of {shape} over "
+            f"{plural(int(self.counts.sum()), 'token')}>"
+        )
+
+
+def reduced(stored: StoredRows, tables: DocumentTables, tap: str) -> ReducedRows:
+    """Merge the sums of a tap over all units."""
+    text = stored.table.recipe.pool
+    pool = Pool.parse(text) if text else None
+    url = stored.objects.url
+    if pool is None or pool.labels is None:
+        raise ConfigError(
+            f"{url}: holds rows, not sums of --reduce; ds.pooled(tap) returns a mean for each "
+            "document, and ds.statistics(tap) the mean over all rows"
+        )
+    index = stored.index(0, stored.count)
+    labels, place = _labels_of(pool, tables, index)
+    shape = stored.table.taps[tap].shape
+    counts = np.zeros(len(labels), np.int64)
+    sums = np.zeros((len(labels), *shape), np.float64)
+    step = max(1, _WINDOW_BYTES // stored.table.taps[tap].row_bytes)
+    for start in range(0, len(index), step):
+        stop = min(start + step, len(index))
+        rows = np.empty((stop - start, *shape), np.float64)
+        stored.fill(tap, list(stored.pieces(tap, start, stop)), rows)
+        for row, at, count in zip(
+            rows, place[start:].tolist(), index["count"][start:].tolist(), strict=False
+        ):
+            _merge(sums[at], int(counts[at]), row, count, moments=pool.by == MOMENTS)
+            counts[at] += count
+    told = f"{tap} of {url}, {text}"
+    if pool.by == MOMENTS:
+        return ReducedRows(labels, counts, sums[..., 0], sums[..., 1], told)
+    return ReducedRows(labels, counts, sums, None, told)
+
+
+def _merge(total: np.ndarray, counted: int, row: np.ndarray, count: int, *, moments: bool) -> None:
+    """Add the mean of `count` tokens to that of `counted`, and the variance (Chan's update)."""
+    share = count / (counted + count)
+    if not moments:
+        total += (row - total) * share
+        return
+    apart = row[..., 0] - total[..., 0]
+    total[..., 1] += (row[..., 1] - total[..., 1]) * share + apart * apart * (share * (1 - share))
+    total[..., 0] += apart * share
+
+
+def _labels_of(
+    pool: Pool, tables: DocumentTables, index: np.ndarray
+) -> tuple[list[LabelValue], np.ndarray]:
+    """Return the labels in ascending order, and the place of each row's label among them."""
+    names = pool.label_columns
+    found = tables.arrays(["doc", *names])
+    at = np.searchsorted(found["doc"], index["doc"])
+    columns: list[list[LabelValue]] = [found[name][at].tolist() for name in names]
+    if ROLE in (pool.labels or ()):
+        columns.append([_speaker(flags) for flags in index["flags"].tolist()])
+    values: list[LabelValue] = [None] * len(index)
+    if columns:
+        values = columns[0] if len(columns) == 1 else [*zip(*columns, strict=True)]
+    labels = sorted(set(values), key=_in_order)
+    places = {label: number for number, label in enumerate(labels)}
+    return labels, np.array([places[value] for value in values], np.int64)
+
+
+def _in_order(label: LabelValue) -> tuple[str, LabelValue]:
+    return str(type(label)), label  # (values of a column may be of several types)
+
+
+def _speaker(flags: int) -> str:
+    return next(role for role in SPEAKERS if flags & ROLES[role])

@@ -1,0 +1,147 @@
+"""`--reduce`: for each label what numpy makes of the rows of all its tokens, and nothing else."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import spile
+from chaos.harness import check_refused, check_same, check_sound, run
+from spile.core.config import Recipe, Runtime
+
+TAPS = "embed,resid_post:all,z:1.h1,logprob"
+TOLERANCE = 1e-6  # of the largest value
+OPTIONS: dict[str, Any] = {
+    "taps": TAPS, "seq_len": 32, "unit_tokens": 700, "compute_dtype": "float32",
+}  # fmt: skip
+LABELS = ("red", "blue", None)
+
+
+@pytest.fixture(scope="module")
+def labelled(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The corpus with a label and a year for each document; every third has no label."""
+    path = tmp_path_factory.mktemp("labelled") / "docs.jsonl"
+    lines = [json.loads(line) for line in corpus.read_text().splitlines()]
+    more = [{"label": LABELS[n % 3], "year": 1990 + n % 2} for n in range(len(lines))]
+    path.write_text(
+        "".join(json.dumps({**a, **b}) + "\n" for a, b in zip(lines, more, strict=True))
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def recipe(model: Path, labelled: Path) -> Recipe:
+    return Recipe(model=str(model), corpus=str(labelled), **OPTIONS)
+
+
+def made(recipe: Recipe, out: Path, batch_tokens: int = 128, **options: Any) -> spile.Dataset:
+    changed = dataclasses.replace(recipe, **options)
+    spile.extract(changed, str(out), Runtime(batch_tokens=batch_tokens))
+    return spile.open(str(out))
+
+
+@pytest.fixture(scope="module")
+def tokens(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> spile.Dataset:
+    return made(recipe, tmp_path_factory.mktemp("tokens") / "out", keep="label,year")
+
+
+def labels_of(tokens: spile.Dataset, *names: str) -> list[Any]:
+    """The label of each token."""
+    docs = tokens.index(0, len(tokens))["doc"]
+    columns = [tokens.columns(name)[docs].tolist() for name in names]
+    return columns[0] if len(names) == 1 else [*zip(*columns, strict=True)]
+
+
+def assert_close(found: np.ndarray, wanted: np.ndarray) -> None:
+    assert found.dtype == np.float64 and found.shape == wanted.shape
+    assert np.abs(found - wanted).max() <= TOLERANCE * np.abs(wanted).max()
+
+
+def test_means_and_variances_are_numpys_of_each_labels_rows(
+    recipe: Recipe, tokens: spile.Dataset, tmp_path: Path
+) -> None:
+    ds = made(recipe, tmp_path / "out", reduce="mean,var", by="label")
+    said = np.array(labels_of(tokens, "label"), object)
+    for tap in tokens.taps:
+        rows, found = tokens.read(tap).astype(np.float64), ds.reduced(tap)
+        assert found.labels == ("blue", "red") and found.variances is not None
+        for label, count, mean, variance in zip(
+            found.labels, found.counts, found.means, found.variances, strict=True
+        ):
+            own = rows[said == label]
+            assert count == len(own)
+            assert_close(mean, own.mean(axis=0))
+            assert_close(variance, own.var(axis=0))
+            assert (found[label] == mean).all()
+    assert ds.num_units == tokens.num_units > 2 and len(ds) == 2 * ds.num_units
+    check_sound(tmp_path / "out")
+
+
+@pytest.mark.parametrize(("by", "labels"), [
+    ("label,year", [("blue", 1990), ("blue", 1991), ("red", 1990), ("red", 1991)]),
+    (None, [None]),
+])  # fmt: skip
+def test_labels_are_of_several_columns_or_of_none(
+    by: str | None, labels: list[Any], recipe: Recipe, tokens: spile.Dataset, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"taps": "resid_post:1", "where": "pos >= 2"}
+    ds = made(recipe, tmp_path / "out", reduce="mean", by=by, **options)
+    found, kept = ds.reduced("resid_post.1"), tokens.index(0, len(tokens))["pos"] >= 2
+    assert [*found.labels] == labels and found.variances is None
+    rows = tokens.read("resid_post.1").astype(np.float64)
+    said = labels_of(tokens, *by.split(",")) if by else [None] * len(rows)
+    for label, mean in zip(labels, found.means, strict=True):
+        assert_close(mean, rows[kept & np.array([each == label for each in said])].mean(axis=0))
+
+
+def test_sums_have_the_same_bits_however_they_are_made(recipe: Recipe, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"reduce": "mean,var", "by": "label"}
+    made(recipe, tmp_path / "one", **options)
+    made(recipe, tmp_path / "other", batch_tokens=128 * 3, **options)
+    check_same(tmp_path / "one", tmp_path / "other")
+    made(recipe, tmp_path / "one", **options)  # the same command again has nothing to do
+    check_refused(run("check", tmp_path / "one"), 2, "sums over whole units", "--pool mean")
+
+
+def test_sums_grow_with_the_dataset_and_with_taps(recipe: Recipe, tmp_path: Path) -> None:
+    whole = made(recipe, tmp_path / "whole", reduce="mean,var", by="label")
+    part = dataclasses.replace(recipe, taps="resid_post:0")
+    made(part, tmp_path / "out", reduce="mean,var", by="label", max_docs=25)
+    spile.extract(Recipe(more=True, max_docs=40), str(tmp_path / "out"))
+    assert run("extract", "--out", tmp_path / "out", "--add-taps", "resid_post:1").code == 0
+    grown = spile.open(str(tmp_path / "out"))
+    for tap in ("resid_post.0", "resid_post.1"):
+        found, wanted = grown.reduced(tap), whole.reduced(tap)
+        assert found.labels == wanted.labels and (found.counts == wanted.counts).all()
+        assert_close(found.means, wanted.means)
+        assert found.variances is not None and wanted.variances is not None
+        assert_close(found.variances, wanted.variances)
+    check_sound(tmp_path / "out")
+
+
+@pytest.mark.parametrize(("options", "named"), [
+    ({"reduce": "median"}, ["--reduce 'median'", "count, mean, var"]),
+    ({"by": "label"}, ["--by needs --reduce"]),
+    ({"reduce": "mean", "by": "label,label"}, ["--by 'label,label'", "once"]),
+    ({"reduce": "mean", "pool": "max"}, ["--pool and --reduce exclude each other"]),
+    ({"reduce": "mean", "store_dtype": "int8"}, ["float64", "leave out --store-dtype"]),
+    ({"reduce": "mean", "by": "role"}, ["--reduce mean --by role", "holds no chats"]),
+    ({"reduce": "mean", "by": "colour"}, ["no 'colour'", "--keep or --by"]),
+])  # fmt: skip
+def test_what_cannot_be_reduced_is_refused_in_one_line(
+    options: dict[str, str], named: list[str], recipe: Recipe, tmp_path: Path
+) -> None:
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    refused = run(
+        "extract", "--model", recipe.model, "--corpus", recipe.corpus, "--taps", "embed", *flags,
+        "--out", tmp_path / "out",
+    )  # fmt: skip
+    check_refused(refused, 2, *named)
+
+
+def test_rows_are_not_sums(tokens: spile.Dataset) -> None:
+    with pytest.raises(spile.ConfigError, match="holds rows, not sums of --reduce"):
+        tokens.reduced("embed")
