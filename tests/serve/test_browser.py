@@ -414,6 +414,28 @@ def test_pooled_rows_are_listed_with_labels_and_nearest_rows(
         page.goto("about:blank")
 
 
+def test_a_token_tells_the_likeliest_next_and_where_a_head_looks(
+    seen: Seen, model: Path, tmp_path: Path
+) -> None:
+    web_page.build_beside(tmp_path / "out", model, ["first text", "another one"], seq_len=8)
+    with web_page.served(tmp_path / "out") as server:
+        web_page.read_all(server)
+        page = seen.open(server.url + "#documents?doc=1&tap=resid_post.1")
+        tokens, looked = page.locator(".text .token"), page.locator(".text .token.looked")
+        tokens.nth(10).click()
+        after = page.locator(".next")
+        expect(after.locator("h3")).to_have_text("After n")
+        expect(after.locator("tbody tr.own")).to_have_text("e25 %")
+        expect(after).to_contain_text("The next token has rank 1. All others: 12.5 %.")
+        expect(page.locator(".keys tbody tr")).to_have_text([" 875 %", "n1025 %"])
+        expect(looked).to_have_text([" ", "n"])
+        page.get_by_label("Layer").select_option("attn_top_weights.1.h0.h2 2")
+        expect(page.locator(".keys tbody tr")).to_have_text(["n1050 %", "o925 %"])
+        expect(looked).to_have_text(["o", "n"])
+        expect(page.locator(".token-latents")).to_be_hidden()
+        page.goto("about:blank")
+
+
 def test_labels_are_not_offered_where_none_were_kept(seen: Seen, sparse: web_page.Served) -> None:
     page = seen.open(sparse.url)
     expect(page.locator("nav a[data-view=labels]")).to_be_hidden()

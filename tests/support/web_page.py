@@ -42,6 +42,15 @@ LATENT_TAPS: stored.Taps = {
 }
 LOUD_LATENT = 31  # the one that is large
 SILENT_LATENT = 39  # and the one that never is
+# Beside a plain tap the three likeliest next tokens, and the three keys that two heads weigh most.
+BESIDE_TAPS: stored.Taps = {
+    "resid_post.1": 5,
+    "next_rank": TapInfo((), "int32"),
+    "top_token_ids": TapInfo((3,), "int32"),
+    "top_logprobs": TapInfo((3,), "float32"),
+    "attn_top_keys.1.h0.h2": TapInfo((2, 3), "int32"),
+    "attn_top_weights.1.h0.h2": TapInfo((2, 3), "float32"),
+}
 # Columns that documents may keep: a text with two values, and a number.
 KEPT: dict[str, Callable[[int], Any]] = {
     "parity": lambda doc: "odd" if doc % 2 else "even",
@@ -106,6 +115,24 @@ def planted_latents(tap: str, width: int, index: np.ndarray) -> np.ndarray:
         if entry["token_id"] == loud:
             ids[row, 0], values[row, 0] = LOUD_LATENT, 500 + entry["offset"]
     return ids if "ids" in tap else values
+
+
+def planted_beside(tap: str, width: int, index: np.ndarray) -> np.ndarray:
+    """The next token is the second likeliest; head 0 looks at the context's begin, 2 at itself."""
+    if tap == "next_rank":
+        return np.ones(len(index), np.int32)
+    if tap == "top_token_ids":
+        return np.stack([np.full(len(index), 5), np.roll(index["token_id"], -1), index["pos"]], 1)
+    if tap == "top_logprobs":
+        return np.log(np.tile([0.5, 0.25, 0.125], (len(index), 1)))
+    if tap.startswith("attn_top_keys"):
+        first, own, none = np.zeros(len(index)), index["pos"], np.full(len(index), -1)
+        before = np.where(own > 0, own - 1, -1)
+        heads = [[first, own, none], [own, before, none]]
+        return np.moveaxis(np.array(heads), 2, 0)
+    if tap.startswith("attn_top_weights"):
+        return np.tile(np.array([[0.75, 0.25, 0], [0.5, 0.25, 0]]), (len(index), 1, 1))
+    return planted(tap, width, index)
 
 
 @dataclass(frozen=True)
@@ -212,6 +239,13 @@ def build_latents(path: Path, model: Path, documents: Sequence[str], **options: 
     """The same with sparse latents."""
     encoded = {"taps": LATENT_TAPS, "rows": planted_latents, "encode": {"resid_post.1": "topk 40"}}
     return build_texts(path, model, documents, **{**encoded, **options})
+
+
+def build_beside(path: Path, model: Path, documents: Sequence[str], **options: Any) -> Built:
+    """The same with next tokens and keys."""
+    return build_texts(
+        path, model, documents, **{"taps": BESIDE_TAPS, "rows": planted_beside, **options}
+    )
 
 
 def build_large(path: Path, rows: int = 1 << 20, documents: int = 2048) -> Built:

@@ -123,16 +123,18 @@ class Explorer:
     def dataset(self) -> Dataset:
         return self._now[0]
 
+    def document_of(self, doc: int) -> tuple[Dataset, Document]:
+        """Return the dataset as it is now, and one of its documents."""
+        dataset, document_of = self._now
+        return dataset, document_of(doc)
+
     def document(
         self, doc: int, start: int | None, count: int, colour: Colour, offset: int = 0
     ) -> dict[str, Any]:
         """Return some of a document's tokens, in reading order, with a number for each.
 
-        Args:
-                start: the first row; None: the first of the page that holds the token at `offset`.
-        """
-        dataset, document_of = self._now
-        found: Document = document_of(doc)
+        If `start` is None, they are those of the page that holds the token at `offset`."""
+        dataset, found = self.document_of(doc)
         count = min(count, MOST_TOKENS)
         if start is None:
             place = int(np.searchsorted(found.index["offset"], offset))
@@ -312,8 +314,7 @@ class Explorer:
 
     def latents_of(self, tap: str, doc: int, offset: int) -> dict[str, Any]:
         """Return the stored latents of one token, the largest first, and how often each fires."""
-        dataset, document_of = self._now
-        found: Document = document_of(doc)
+        dataset, found = self.document_of(doc)
         place = int(np.searchsorted(found.index["offset"], offset))
         if place == len(found) or found.index["offset"][place] != offset:
             raise ConfigError(f"document {doc} has no row for the token at offset {offset}")

@@ -16,6 +16,7 @@ from spile.core.tap_order import sorted_taps
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.latents import pair_of
 from spile.objects import Objects
+from spile.serve.beside import attended, has_next, keys, next_tokens
 from spile.serve.digest import Digest, Moments
 from spile.serve.documents import (
     MOST_LISTED,
@@ -74,6 +75,8 @@ class Answers:
             "channels": self._channels,
             "latents": self._latents,
             "token": self._token,
+            "next": self._next,
+            "keys": self._keys,
             "top": self._top,
             "similarity": self._similarity,
             "projection": self._projection,
@@ -137,6 +140,8 @@ class Answers:
             "documents": dataset.num_documents,
             "columns": list(dataset.recipe.keep),
             "pool": dataset.recipe.pool,
+            "next": has_next(dataset),
+            "attended": attended(dataset),
             "finished": self.history.status.over and dataset.num_tokens > 0,
             "model": dataset.recipe.model_source,
             "corpus": dataset.recipe.corpus_source,
@@ -187,6 +192,15 @@ class Answers:
         tap = self._latent_tap(asked)
         where = number(asked, "doc", None), number(asked, "token", None)
         return self.explorer.latents_of(tap, *where)
+
+    def _next(self, asked: Parameters) -> dict[str, Any]:
+        dataset, found = self.explorer.document_of(number(asked, "doc", None))
+        return next_tokens(dataset, self.explorer.texts, found, number(asked, "token", None))
+
+    def _keys(self, asked: Parameters) -> dict[str, Any]:
+        dataset, found = self.explorer.document_of(number(asked, "doc", None))
+        where = number(asked, "token", None), asked.get("tap", ""), number(asked, "head", None)
+        return keys(dataset, self.explorer.texts, found, *where)
 
     def _layers(self, asked: Parameters) -> dict[str, Any]:
         taps: list[dict[str, Any]] = []

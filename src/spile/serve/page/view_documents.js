@@ -1,6 +1,7 @@
 // Documents: found, and read token by token.
 
 import { Moot, ask, handIn } from './api.js';
+import { besides, hasBesides } from './besides.js';
 import { choice, h, say, select } from './dom.js';
 import { legend, spans, token } from './tokens.js';
 import { count, percent, short } from './words.js';
@@ -18,7 +19,9 @@ export function view(page) {
   const about = h('header', { className: 'about' });
   const told = h('output', { className: 'inspector', ariaLive: 'off' });
   const latents = h('section', { className: 'token-latents', ariaLabel: 'Latents of a token' });
-  const body = h('div', {}, h('div', {}, text, told), latents);
+  const beside = h('section', { ariaLabel: 'Next tokens and attention' });
+  const panel = h('div', { className: 'token-side' }, latents, beside);
+  const body = h('div', {}, h('div', {}, text, told), panel);
   const reading = h('article', {}, tools, about, body);
   const element = h('section', { className: 'view split', ariaLabel: 'Documents' }, side, reading);
   const file = h('input', { type: 'file', accept: '.npy,.json', className: 'unseen', tabIndex: -1, ariaLabel: 'A direction, as .npy or JSON', onchange: upload });
@@ -152,9 +155,11 @@ export function view(page) {
     }
     drawn = place;
     picked = -1;
-    body.className = page.latents(page.tap) ? 'with-latents' : '';
     latents.hidden = !page.latents(page.tap);
-    if (!latents.hidden && tokens.length) pick(Math.max(0, wanted));
+    beside.hidden = !hasBesides(page);
+    panel.hidden = latents.hidden && beside.hidden;
+    body.className = panel.hidden ? '' : 'with-side';
+    if (!panel.hidden && tokens.length) pick(Math.max(0, wanted));
   }
 
   /** Why tokens are missing, and how that looks. */
@@ -167,10 +172,27 @@ export function view(page) {
     return [looks.filter(Boolean).join(' '), ...(flags.length ? [' The dataset was made with ', h('code', {}, flags.join(' ')), '.'] : [])];
   }
 
-  /** Lists the latents of a token. */
+  /** Lists what is stored of a token beside the values that colour the text. */
   async function pick(at) {
-    if (at === picked || latents.hidden) return;
+    if (at === picked || panel.hidden) return;
     picked = at;
+    for (const each of text.querySelectorAll('.token.wanted')) each.classList.remove('wanted');
+    text.querySelectorAll('.token')[at]?.classList.add('wanted');
+    await Promise.all([latents.hidden ? null : listLatents(at), beside.hidden ? null : listBesides(at)]);
+  }
+
+  /** The likeliest next tokens; and the tokens that a head looks at, which are marked in the text. */
+  async function listBesides(at) {
+    const asked = shown;
+    const answer = await besides(page, shown, at).catch(page.fault);
+    if (!answer || shown !== asked || picked !== at) return;
+    beside.replaceChildren(...answer.parts);
+    const tokens = text.querySelectorAll('.token');
+    for (const each of text.querySelectorAll('.token.looked')) each.classList.remove('looked');
+    for (const offset of answer.looked) tokens[shown.offsets.indexOf(offset)]?.classList.add('looked');
+  }
+
+  async function listLatents(at) {
     const asked = shown;
     const answer = await ask('token', { tap: page.tap, doc: shown.doc, token: shown.offsets[at] }).catch(page.fault);
     // The tap may have changed since: a dense one has no latents, and its tokens are drawn soon.
@@ -183,8 +205,6 @@ export function view(page) {
     latents.replaceChildren(h('h3', {}, 'Latents of ', h('span', {}, shown.pieces[at] || '·')),
       h('p', { className: 'quiet' }, rows.length ? `${count(rows.length)} fire; at most ${count(answer.kept)} are stored` : 'None fires.'),
       rows.length ? h('table', {}, h('thead', {}, h('tr', {}, ['Latent', 'Value', 'Fires', ''].map((head) => h('th', { scope: 'col' }, head)))), h('tbody', {}, rows)) : '');
-    for (const each of text.querySelectorAll('.token.wanted')) each.classList.remove('wanted');
-    text.querySelectorAll('.token')[at]?.classList.add('wanted');
   }
 
   function inspect(at) {
@@ -204,7 +224,7 @@ export function view(page) {
     const at = tokenOf(event);
     if (at < 0) return;
     inspect(at);
-    if (latents.hidden) return;
+    if (panel.hidden) return;
     page.note({ token: shown.offsets[at] });
     drawn = JSON.stringify([shown.doc, shown.start, at]);
     pick(at).catch(page.fault);
