@@ -76,6 +76,14 @@ def test_means_and_variances_are_numpys_of_each_labels_rows(
             assert_close(mean, own.mean(axis=0))
             assert_close(variance, own.var(axis=0))
             assert (found[label] == mean).all()
+    direction = spile.direction(ds, "red", "blue", "resid_post.1")
+    dense = spile.direction(tokens, "red", "blue", "resid_post.1", by="label", over="tokens")
+    np.testing.assert_allclose(direction, dense, rtol=1e-3, atol=1e-6)
+    assert direction.rows == dense.rows and f"'red' ({dense.rows['red']:,} tokens)" in repr(
+        direction
+    )
+    with pytest.raises(spile.ConfigError, match="sums by label"):
+        spile.direction(ds, "red", "blue", "resid_post.1", whiten=True)
     assert ds.num_units == tokens.num_units > 2 and len(ds) == 2 * ds.num_units
     check_sound(tmp_path / "out")
 

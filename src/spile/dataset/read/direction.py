@@ -16,7 +16,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from spile.core.errors import ConfigError, DataError
 from spile.core.options import listed
-from spile.core.pool import reduces
+from spile.core.pool import is_reduced, reduces
 from spile.dataset.codec.quantization import DECODED
 from spile.dataset.read.choice import RowChoice, row_choice
 from spile.dataset.read.dataset import Dataset
@@ -42,7 +42,7 @@ class Direction(NDArrayOperatorsMixin):
         values: the vector in float32, in the shape of a row. Adding it once moves a row along the
             direction by the distance between the means of the two groups.
         tap: where its rows come from.
-        documents: how many documents were used, by label.
+        documents: how many documents were used, by label; empty if the dataset holds only sums.
         rows: how many rows, by label.
         shrinkage: of the covariance, from 0 to 1; None without `whiten`.
     """
@@ -71,8 +71,10 @@ class Direction(NDArrayOperatorsMixin):
 
     def __repr__(self) -> str:
         sides = [
-            f"{label!r} ({self.documents[label]:,} documents, {self.rows[label]:,} rows)"
-            for label in self.documents
+            f"{label!r} ({self.documents[label]:,} documents, {rows:,} rows)"
+            if label in self.documents
+            else f"{label!r} ({rows:,} tokens)"
+            for label, rows in self.rows.items()
         ]
         length = float(np.linalg.norm(self.values))
         return f"<spile direction: {self.tap}, {' minus '.join(sides)}, length {length:.4g}>"
@@ -101,7 +103,7 @@ def direction(
         over: what the means are over. "documents": each document counts once, with the mean of its
             tokens. "tokens": each token counts once, so that long documents count for more. Rows
             of a dataset made with `--pool mean` count as the tokens that they stand for, and those
-            of `max`, `last` and `first` as one.
+            of `max`, `last` and `first` as one. Means that `--reduce` stored are over tokens.
         where: the rows to use, as in `ds.batches`: "not special and pos >= 1".
         whiten: return the direction of linear discriminant analysis: the inverse of the covariance
             within the groups, times the difference. The covariance is shrunk by the formula of
@@ -119,6 +121,13 @@ def direction(
         )
     if over not in get_args(MeanOver):
         raise ConfigError(f"means are over 'documents' or 'tokens', not over {over!r}")
+    if is_reduced(ds.recipe.pool):
+        if by is not None or where is not None or whiten:
+            raise ConfigError(
+                f"{ds.url}: holds sums by label, so its rows cannot be chosen again, and have no "
+                "covariance; leave out by, where and whiten"
+            )
+        return _between_sums(ds, positive, negative, tap)
     if ds.recipe.pool and over == "tokens" and (whiten or reduces(ds.recipe.pool) != "mean"):
         raise ConfigError(
             f"{ds.url}: was made with --pool {ds.recipe.pool}, so that tokens have no "
@@ -145,6 +154,15 @@ def direction(
         {label: int(groups.rows[groups.side == n].sum()) for n, label in enumerate(labels)},
         shrinkage,
     )
+
+
+def _between_sums(ds: Dataset, positive: Label, negative: Label, tap: str) -> Direction:
+    """Return the direction between two labels of `--reduce`."""
+    found = ds.reduced(tap)
+    rows = dict(zip(found.labels, found.counts.tolist(), strict=True))
+    difference = (found[positive] - found[negative]).astype(DECODED)
+    of_labels = {label: rows[label] for label in (positive, negative)}
+    return Direction(difference, tap, {}, of_labels, None)
 
 
 @dataclass(frozen=True)

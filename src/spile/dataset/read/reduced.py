@@ -123,13 +123,14 @@ def _labels_of(
     values: list[LabelValue] = [None] * len(index)
     if columns:
         values = columns[0] if len(columns) == 1 else [*zip(*columns, strict=True)]
-    labels = sorted(set(values), key=_in_order)
+    labels: list[LabelValue] = sorted({*values}, key=_in_order)
     places = {label: number for number, label in enumerate(labels)}
-    return labels, np.array([places[value] for value in values], np.int64)
+    numbers = [places[value] for value in values]
+    return labels, np.array(numbers, np.int64)
 
 
 def _in_order(label: LabelValue) -> tuple[str, LabelValue]:
-    return str(type(label)), label  # (values of a column may be of several types)
+    return label.__class__.__name__, label  # (values of a column may be of several types)
 
 
 def _speaker(flags: int) -> str:
