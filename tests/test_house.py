@@ -17,6 +17,7 @@ JAX = ("models/forward/", "run/", "compile/", "interop/jax_loader.py")
 # Modules that another file tests, because their behaviour shows only together with others.
 EXEMPT = {
     "check/hf_modules.py": "check/test_reference.py",
+    "check/latent_rows.py": "check/test_compare_sparse.py",
     "check/load.py": "check/test_compare.py",
     "check/sampled.py": "e2e/test_pool.py",
     "corpus/chats/rows.py": "e2e/test_chats.py",

@@ -15,7 +15,7 @@ from chaos.harness import check_refused, check_same, check_sound, run
 from spile.check.compare import check
 from spile.core.config import Recipe, Runtime
 from spile.core.index import ROLES
-from support import tiny
+from support import saes, tiny
 
 TAPS = "embed,resid_post:all,z:1.h1,mlp_hidden:0,logprob"
 TOLERANCE = 2e-5  # of a row's length
@@ -116,6 +116,31 @@ def test_where_chooses_what_is_pooled(
     assert (index["start"] == 40).all() and (index["count"] == index["offset"] - 39).all()
     wanted = [rows[chosen & (every["doc"] == doc)].mean(axis=0) for doc in index["doc"]]
     assert_close(ds.read("resid_post.1"), np.stack(wanted))
+
+
+@pytest.mark.parametrize("by", ["mean", "max"])
+def test_latents_are_the_largest_of_all_means_not_means_of_the_largest(
+    by: str, recipe: Recipe, tokens: spile.Dataset, tmp_path: Path
+) -> None:
+    sae = saes.write_sae(tmp_path / "sae", "topk", hook="blocks.1.hook_resid_post")
+    ds = made(
+        recipe, tmp_path / "out", pool=by, taps="resid_post:1,mlp_hidden:0", encode=str(sae),
+        latents=12,
+    )  # fmt: skip
+    index, every = ds.index(0, len(ds)), tokens.index(0, len(tokens))
+    tensors = saes.random_tensors("topk")
+    latents = saes.plain_encode(tokens.read("resid_post.1"), tensors, "topk").astype(np.float64)
+    reduce = np.mean if by == "mean" else np.max
+    wanted = np.stack([reduce(latents[every["doc"] == doc], axis=0) for doc in index["doc"]])
+    found = ds.latents("resid_post.1", 0, len(ds))
+    least = -np.sort(-wanted, axis=1)[:, 11:12]
+    np.testing.assert_allclose(found.dense(), np.where(wanted >= least, wanted, 0), atol=2e-5)
+    more = np.count_nonzero(wanted, axis=1) > 12
+    assert 0 < more.sum() == ds.statistics("resid_post_latents.1").truncated
+    assert_close(ds.read("mlp_hidden.0"), pooled_by_numpy(tokens, "mlp_hidden.0", index, by))
+    check_sound(tmp_path / "out")
+    checked = check(str(tmp_path / "out"), samples=2)
+    assert checked.ok and {*checked.taps} == {"resid_post_latents.1", "mlp_hidden.0"}
 
 
 CHATS = [

@@ -14,7 +14,7 @@ The result is kept in the store beside the manifest.
 import logging
 import math
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from spile.check.latent_rows import RowLatents, SparseTap
 from spile.check.load import References, Taps, load_references, versions
 from spile.check.named import named_values, values_named_in
 from spile.check.sampled import SampledRows, sampled_rows
@@ -29,7 +30,7 @@ from spile.core.config import Recipe
 from spile.core.errors import ConfigError, StoreError
 from spile.core.libraries import import_library
 from spile.core.pool import is_reduced
-from spile.core.recipe import TOPS, latent_names
+from spile.core.recipe import TOPS
 from spile.corpus.pack import PackedUnit
 from spile.dataset import format as fmt
 from spile.dataset.read.dataset import Dataset
@@ -39,7 +40,6 @@ from spile.dataset.read.opening import open_dataset
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import live_passes
 from spile.models.config.arch import Arch
-from spile.models.files.sae import Arrays, SparseEncoder, activations, load_arrays
 from spile.models.splices import FUNCTION
 from spile.models.taps import Tap
 from spile.objects import open_objects
@@ -58,7 +58,7 @@ _DRAWS = 4  # more results of the reference, if a row exceeds that
 # of the reference's own, may be far off. They differ, so that equal numbers on both sides pass.
 _SPARED, _SPARED_FLOOR = 0.2, 0.1
 _FEWEST_ROWS = 16  # needed below float32; with fewer, the result would depend on chance
-_ROWS = 64  # rows for which all latents are held at once
+_ROWS = 64  # rows of logits that are held at once in float64
 _NOWHERE = 1e200  # stands for an infinite squared distance (of NaN), which JSON cannot hold
 
 
@@ -348,10 +348,14 @@ class _Comparison:
 
         for tap in wanted:
             beside, name, sparse = neighbours[tap], self._name(tap), self._sparse.get(tap)
-            truth, rounded = map(sampled.pooled, (exact[tap], rough.get(tap, exact[tap])))
-            other = sampled.another(exact[tap]) if beside is None else sampled.pooled(exact[beside])
+            rows_of = self._rows_of(tap, sampled)
+            truth, rounded = map(rows_of, (exact[tap], rough.get(tap, exact[tap])))
+            if beside is None:
+                other = sampled.another(exact[tap])
+                other = sparse.encode(other) if sparse else other
+            else:
+                other = rows_of(exact[beside])
             if sparse:
-                truth, rounded, other = map(sparse.encode, (truth, rounded, other))
                 computed = rounded
                 stored = sparse.stored(document, rows)
                 rounded = sparse.as_stored(self._dataset, rounded)
@@ -371,8 +375,8 @@ class _Comparison:
                 )
                 zeros = np.zeros_like(truth)
             if half:
-                other_dtype = sampled.pooled(half.get(tap, exact[tap]))
-                values = sparse.encode(other_dtype) if sparse else of_tap(tap, other_dtype)
+                other_dtype = rows_of(half.get(tap, exact[tap]))
+                values = other_dtype if sparse else of_tap(tap, other_dtype)
                 squares = _squares(values[places], truth[places], exact=_exactly(tap))
                 self._distances[name].setdefault("bfloat16", []).append(squares)
             for kind, values, where in (
@@ -393,13 +397,17 @@ class _Comparison:
         for seed in range(_DRAWS if suspected else 0):
             again = sampled.taps(self._again, suspected, noise=seed)
             for tap, truth in suspected.items():
-                found = sampled.pooled(again.get(tap, exact[tap]))
-                sparse = self._sparse.get(tap)
-                values = (sparse.encode(found) if sparse else of_tap(tap, found))[everywhere]
+                found = self._rows_of(tap, sampled)(again.get(tap, exact[tap]))
+                values = (found if tap in self._sparse else of_tap(tap, found))[everywhere]
                 squares = _squares(values, truth[everywhere], exact=_exactly(tap))
                 known = self._distances[self._name(tap)]["computed of all"]
                 known[-1] = np.maximum(known[-1], squares)
         return len(rows)
+
+    def _rows_of(self, tap: str, sampled: SampledRows) -> Callable[[np.ndarray], Any]:
+        """Return a function from a tap's values of tokens to its rows, before they are stored."""
+        sparse = self._sparse.get(tap)
+        return partial(sparse.pooled, sampled=sampled) if sparse else sampled.pooled
 
     def _beyond_the_reference(self, name: str) -> bool:
         """Whether a row of the last context is farther off than float32 alone explains."""
@@ -488,64 +496,6 @@ def _before_a_tie(exact: Mapping[str, Any], rough: Mapping[str, Any], chosen: in
             tied = np.diff(ranked, axis=1).min(axis=1) <= 2 * _MARGIN_OF_WORST * noise
             decided = min(decided, *np.flatnonzero(tied)[:1].tolist(), decided)
     return decided
-
-
-@dataclass(frozen=True)
-class RowLatents:
-    """The largest latents of rows, and their ids."""
-
-    values: np.ndarray
-    ids: np.ndarray
-
-    def __getitem__(self, rows: np.ndarray) -> "RowLatents":
-        return RowLatents(self.values[rows], self.ids[rows])
-
-    def nothing(self) -> "RowLatents":
-        return RowLatents(np.zeros_like(self.values), self.ids)
-
-    def squares(self, other: "RowLatents") -> np.ndarray:
-        """Squared distance of each row from another's, over all latents."""
-        ours, theirs = (each.values.astype(np.float64) for each in (self, other))
-        rows = np.arange(len(ours))[:, None]
-        most = 1 + max(int(self.ids.max(initial=0)), int(other.ids.max(initial=0)))
-        keys = [(rows * most + each.ids.astype(np.int64)).reshape(-1) for each in (self, other)]
-        _, here, there = np.intersect1d(*keys, assume_unique=True, return_indices=True)
-        common = ours.reshape(-1)[here] * theirs.reshape(-1)[there]
-        dots = np.bincount(here // ours.shape[1], common, minlength=len(ours))
-        lengths: np.ndarray = np.square(ours).sum(axis=1) + np.square(theirs).sum(axis=1)
-        return np.where(np.isnan(lengths), lengths, np.maximum(lengths - 2 * dots, 0.0))
-
-
-class SparseTap:
-    """An encoded tap."""
-
-    def __init__(self, tap: str, encoder: SparseEncoder) -> None:
-        self.name, self._ids = latent_names(tap)
-        self._encoder = encoder
-        self._arrays: Arrays = load_arrays(encoder.sae)[0]
-
-    @property
-    def kept(self) -> int:
-        return self._encoder.kept
-
-    def encode(self, rows: np.ndarray) -> RowLatents:
-        """Encode rows of the reference."""
-        flat = rows.reshape(len(rows), -1).astype(np.float32)
-        parts = [self._encode(flat[i : i + _ROWS]) for i in range(0, len(flat), _ROWS)]
-        values, ids = zip(*parts, strict=True)
-        return RowLatents(np.concatenate(values), np.concatenate(ids))
-
-    def _encode(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        found = activations(self._encoder.sae, self._arrays, rows, np, np.matmul)
-        ids = np.argsort(-found, axis=1, kind="stable")[:, : self.kept]
-        return np.take_along_axis(found, ids, axis=1), ids
-
-    def stored(self, document: Document, rows: np.ndarray) -> RowLatents:
-        values = document.read(self.name, dtype=STORED)[rows]
-        return RowLatents(values, document.read(self._ids)[rows])
-
-    def as_stored(self, dataset: Dataset, top: RowLatents) -> RowLatents:
-        return RowLatents(dataset.as_stored(self.name, top.values), top.ids)
 
 
 def _exactly(tap: str) -> bool:

@@ -67,7 +67,7 @@ class Splice:
     def apply(self, arrays: Arrays, values: np.ndarray) -> np.ndarray:
         """Change values [tokens, ...] of the reference; `arrays` are those that `load` returns."""
         rows = values.reshape(len(values), -1)
-        new = changed_rows(self.kind, self.sae, arrays, rows, np, np.matmul, _kth)
+        new = changed_rows(self.kind, self.sae, arrays, rows, np, np.matmul, kth_largest)
         return new.reshape(values.shape).astype(values.dtype)
 
 
@@ -110,5 +110,5 @@ def orthonormal(directions: np.ndarray) -> np.ndarray:
     return basis[sizes > 1e-6 * sizes.max(initial=0.0)].astype(np.float32)
 
 
-def _kth(found: np.ndarray, k: int) -> np.ndarray:
+def kth_largest(found: np.ndarray, k: int) -> np.ndarray:
     return np.partition(found, -k, axis=-1)[..., -k, None]

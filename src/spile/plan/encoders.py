@@ -33,6 +33,7 @@ def find_encoders(recipe: Recipe, taps: Sequence[Tap], arch: Arch) -> dict[str, 
         if recipe.latents is not None:
             raise ConfigError("--latents needs --encode")
         return {}
+    pooled = reduces(recipe.pool) is not None
     found: dict[str, SparseEncoder] = {}
     for name, where in _found_in(recipe.encode, taps):
         sae = open_sae(where)
@@ -42,7 +43,7 @@ def find_encoders(recipe: Recipe, taps: Sequence[Tap], arch: Arch) -> dict[str, 
         refuse_unfit(f"--encode {where}", sae, tap, arch)
         if tap.name in found:
             raise ConfigError(f"--encode names two encoders for {tap.name}; give one per tap")
-        found[tap.name] = SparseEncoder.of(sae, recipe.latents)
+        found[tap.name] = SparseEncoder.of(sae, recipe.latents, pooled=pooled)
     return {tap.name: found[tap.name] for tap in taps if tap.name in found}
 
 

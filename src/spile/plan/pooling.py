@@ -53,10 +53,8 @@ def refuse_pool(
     ids = [tap.name for tap in taps if tap.dtype(recipe.store_dtype).startswith("int")]
     if ids:
         raise ConfigError(f"{asked}: {ids[0]} holds ids, which have no {pool.by}; leave it out")
-    if encoded:
-        raise ConfigError(
-            f"{asked}: latents cannot be pooled yet; leave out --encode, or give --pool last"
-        )
+    if encoded and pool.labels is not None:
+        raise ConfigError(f"{asked}: latents are not reduced by label; leave out --encode")
 
 
 def spans_of(

@@ -174,7 +174,7 @@ class Workload:
     def stored(self) -> int:
         """Bytes of the rows that leave the device."""
         if self.pool:
-            values = sum(tap.width(self.arch, self.seq_len) for tap in self.taps)
+            values = sum(map(self._part_values, self.taps))
             values *= 2 if self.pool == MOMENTS else 1
             return self.rows * self.slots * values * _PART // self.cuts.layout.size
         return self._held(sum(self._row_bytes(tap, self.store_dtype) for tap in self.taps))
@@ -185,7 +185,7 @@ class Workload:
 
         A filter does not count as saving space: the row with the most kept tokens sets the width.
         """
-        if self.pool:  # and one tap's values as they are computed
+        if self.pool and not self.encoders:  # and one tap's values as they are computed
             widest = max(tap.width(self.arch, self.seq_len) for tap in self.taps)
             return 2 * self.stored + self._own * widest * self.item
         late = self.store_dtype in QUANTIZED or self.encoders
@@ -406,6 +406,11 @@ class Workload:
             return self._met_bytes(tap, dtype)
         each = DTYPES_BY_NAME[dtype].itemsize + DTYPES_BY_NAME[encoder.id_dtype].itemsize
         return encoder.kept * each + (_SCALE if dtype == "float8_e4m3" else 0)
+
+    def _part_values(self, tap: Tap) -> int:
+        """Return how many values a span has on the device."""
+        encoder = self.encoders.get(tap.name)
+        return encoder.sae.latents if encoder else tap.width(self.arch, self.seq_len)
 
     def _met_bytes(self, tap: Tap, dtype: str) -> int:
         stored = tap.dtype(dtype)

@@ -402,7 +402,9 @@ class WindowQueue:
         assert self._current
         self._finite.check(output, self._current, self._parts)
         self._parts += output.num_rows
-        rows = {tap: list(output.pieces_of(tap)) for tap in self._view.taps}
+        merged = self._mergers
+        sources = {tap: merged[tap].source if merged else tap for tap in self._view.taps}
+        rows = {tap: list(output.pieces_of(source)) for tap, source in sources.items()}
         count = output.num_rows
         for tap, pieces in rows.items() if self._mergers else ():
             found, _ = self._mergers[tap].add(np.concatenate([parts for parts, _ in pieces]))

@@ -63,5 +63,7 @@ def test_as_many_are_kept_as_asked_for_or_as_can_be_active(tmp_path: Path) -> No
     assert [SparseEncoder.of(topk, k).kept for k in (None, 4, 30)] == [9, 4, 9]
     assert [SparseEncoder.of(other, k).kept for k in (None, 4, 100)] == [64, 4, 80]
     assert SparseEncoder.of(small, None).kept == 20
+    pooled = [SparseEncoder.of(topk, k, pooled=True).kept for k in (None, 30, 100)]
+    assert pooled == [9, 30, topk.latents], "tokens of one span have different latents active"
     assert SparseEncoder.of(other, 4).id_dtype == "int16"
     assert SparseEncoder.of(large, 4).id_dtype == "int32"

@@ -1,11 +1,16 @@
 """Pooling on the device: sums and maxima of slots, equal to numpy's."""
 
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from spile.core.pool import MOMENTS
+from spile.models.files.sae import SparseEncoder, load_arrays, open_sae
+from spile.models.forward import pooling
 from spile.models.forward.pooling import Pooling
+from support import saes
 
 SLOTS = np.array([[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 0, 0]], np.int32)
 RNG = np.random.default_rng(0)
@@ -50,3 +55,25 @@ def test_a_value_that_is_not_finite_spoils_its_own_span_alone(by: str, bad: floa
     assert np.isnan(found[0, 1, 2])
     assert np.array_equal(found[0, 0], clean[0, 0])
     assert np.array_equal(found[1, :3], clean[1, :3])
+
+
+@pytest.mark.parametrize("at_once", [1 << 26, 2 * 80 * 4, 1])
+@pytest.mark.parametrize("by", ["mean", "max"])
+def test_latents_are_pooled_whatever_number_of_tokens_is_encoded_at_once(
+    by: str, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pooling, "AT_ONCE", at_once)
+    encoder = SparseEncoder.of(open_sae(str(saes.write_sae(tmp_path, "jumprelu"))), 6)
+    values = RNG.standard_normal((2, 6, saes.WIDTH)).astype(np.float32)
+    arrays = {name: jnp.asarray(array) for name, array in load_arrays(encoder.sae)[0].items()}
+    pooled = Pooling(by, jnp.asarray(SLOTS), 4)
+    found = np.asarray(pooled.each_slots_latents(jnp.asarray(values), arrays, encoder))
+    assert found.shape == (2, 4, 80)
+    flat = values.reshape(12, saes.WIDTH)
+    latents = saes.plain_encode(flat, saes.random_tensors("jumprelu"), "jumprelu")
+    latents = latents.reshape(2, 6, 80)
+    for row, used in enumerate((2, 3)):
+        for slot in range(1, used + 1):
+            own = latents[row][SLOTS[row] == slot]
+            wanted = own.sum(axis=0) if by == "mean" else own.max(axis=0)
+            np.testing.assert_allclose(found[row, slot - 1], wanted, atol=1e-5)

@@ -112,9 +112,13 @@ class SparseEncoder:
     kept: int
 
     @classmethod
-    def of(cls, sae: Sae, asked: int | None) -> "SparseEncoder":
-        """`asked`: the number to keep; capped at the number that can be active."""
-        return cls(sae, min(asked or sae.k or _KEPT, sae.k or sae.latents))
+    def of(cls, sae: Sae, asked: int | None, *, pooled: bool = False) -> "SparseEncoder":
+        """Args:
+        asked: the number to keep; capped at the number that can be active.
+        pooled: whether rows are of several tokens, which may have other latents active.
+        """
+        most = sae.latents if pooled else sae.k or sae.latents
+        return cls(sae, min(asked or sae.k or _KEPT, most))
 
     @property
     def id_dtype(self) -> str:
@@ -155,6 +159,23 @@ def activations(
     return xp.where(found <= arrays["threshold"], 0.0, active)
 
 
+def latents_of(
+    sae: Sae,
+    arrays: Arrays,
+    rows: Any,
+    xp: Any,
+    product: Callable[[Any, Any], Any],
+    kth: Callable[[Any, int], Any],
+) -> Any:
+    """Compute all latents of rows, as `activations`; for `topk` with k of them active.
+
+    Args:
+        kth: returns the k-th largest of the last axis, which it keeps.
+    """
+    found = activations(sae, arrays, rows, xp, product)
+    return found if sae.k is None else xp.where(found < kth(found, sae.k), 0.0, found)
+
+
 def reconstruction(
     sae: Sae,
     arrays: Arrays,
@@ -165,14 +186,9 @@ def reconstruction(
 ) -> Any:
     """Compute the decoder's reconstruction of rows [..., width], from their latents, in float32.
 
-    Args:
-        kth: returns the k-th largest of the last axis, which it keeps.
-
-    The others are as for `activations`.
+    The arguments are those of `latents_of`.
     """
-    found = activations(sae, arrays, rows, xp, product)
-    if sae.k is not None:
-        found = xp.where(found < kth(found, sae.k), 0.0, found)
+    found = latents_of(sae, arrays, rows, xp, product, kth)
     if sae.rescales:
         found = found / arrays["decoder_norm"]
     made = product(found, arrays["W_dec"]) + arrays["b_dec"]

@@ -12,12 +12,15 @@ none on GPUs.)
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spile.core.pool import MOMENTS
+from spile.models.files.sae import AT_ONCE, Arrays, SparseEncoder, latents_of
+from spile.models.forward.splice import kth_largest
 
 
 @dataclass(frozen=True)
@@ -81,3 +84,37 @@ class Pooling:
 
         found = jax.lax.map(largest, jnp.arange(1, self.count + 1))
         return jnp.where(jnp.isposinf(found), jnp.nan, found).swapaxes(0, 1)
+
+    def each_slots_latents(
+        self, values: Float[Array, "rows kept ..."], arrays: Arrays, encoder: SparseEncoder
+    ) -> Float[Array, "rows slots latents"]:
+        """Pool all latents of the tokens; a few tokens of each row are encoded at a time."""
+        sae, (rows, kept) = encoder.sae, values.shape[:2]
+        product = partial(jnp.dot, preferred_element_type=jnp.float32)
+
+        def encoded(row: Float[Array, " width"]) -> Float[Array, " latents"]:
+            wide = row.astype(jnp.float32)
+            return latents_of(
+                sae, arrays, wide, jnp, lambda a, b: product(a.astype(b.dtype), b), kth_largest
+            )
+
+        size = min(kept, max(1, AT_ONCE // (rows * sae.latents)))
+        short = -kept % size
+
+        def by_part(array: Array) -> Array:
+            padded = jnp.pad(array, ((0, 0), (0, short), *[(0, 0)] * (array.ndim - 2)))
+            return padded.reshape(rows, -1, size, *array.shape[2:]).swapaxes(0, 1)
+
+        def add(
+            before: Float[Array, "rows slots latents"], part: tuple[Array, Array]
+        ) -> tuple[Float[Array, "rows slots latents"], None]:
+            tokens, slots = part
+            found = jax.vmap(jax.vmap(encoded))(tokens)
+            new = Pooling(self.by, slots, self.count).each_slot(found)
+            return (before + new if self.by == "mean" else jnp.maximum(before, new)), None
+
+        start = 0.0 if self.by == "mean" else -jnp.inf
+        nothing = jnp.full((rows, self.count, sae.latents), start, jnp.float32)
+        flat = values.reshape(rows, kept, math.prod(values.shape[2:]))
+        pooled, _ = jax.lax.scan(add, nothing, (by_part(flat), by_part(self.slots)))
+        return pooled

@@ -204,7 +204,7 @@ class _BuiltIn:
 
         def changed(row: Array) -> Array:
             wide = row.astype(jnp.float32)
-            new = changed_rows(self.kind, self.sae, arrays, wide, jnp, _product, _kth)
+            new = changed_rows(self.kind, self.sae, arrays, wide, jnp, _product, kth_largest)
             return new.astype(values.dtype)
 
         size = max(1, AT_ONCE // self.sae.latents) if self.sae else len(flat)
@@ -221,5 +221,5 @@ def _product(a: Array, b: Array) -> Array:
     )
 
 
-def _kth(found: Array, k: int) -> Array:
+def kth_largest(found: Array, k: int) -> Array:
     return jax.lax.top_k(found, k)[0][..., -1:]

@@ -7,6 +7,7 @@ arrived; until then its sum is held.
 import numpy as np
 
 from spile.core.pool import MOMENTS, reduces
+from spile.core.recipe import latent_names
 from spile.corpus.pooled_spans import PooledSpans
 from spile.dataset.codec.quantization import DECODED
 from spile.dataset.codec.statistics import TapStats
@@ -18,9 +19,13 @@ from spile.plan.job import PreparedUnit
 class SpanMerger:
     """Merges the parts of one tap of one unit."""
 
-    def __init__(self, spans: PooledSpans, by: str, info: TapInfo) -> None:
-        """`by`: "mean" (parts are sums), "max" or `MOMENTS` (sums, and squared deviations)."""
-        self._spans, self._by, self._info = spans, by, info
+    def __init__(self, spans: PooledSpans, by: str, info: TapInfo, source: str = "") -> None:
+        """Args:
+        by: "mean" (parts are sums), "max" or `MOMENTS` (sums, and squared deviations).
+        source: the name of the parts. Those of latents are of all of them: the tap keeps the
+            largest of the merged ones, or their ids.
+        """
+        self._spans, self._by, self._info, self.source = spans, by, info, source
         self._done = 0  # parts that have arrived
         self._open: dict[int, np.ndarray] = {}  # by row
         self._counted: dict[int, int] = {}  # tokens of each open row so far
@@ -50,10 +55,26 @@ class SpanMerger:
             whole /= counts.reshape(-1, *[1] * (whole.ndim - 1))
         storage = self._info.storage
         with np.errstate(over="ignore"):  # of float16, which is reported as not finite
-            stored = whole.astype(storage if storage == np.float64 else DECODED).astype(storage)
+            wide = whole.astype(storage if storage == np.float64 else DECODED)
+            stored = self._largest(wide) if self._info.latents else wide
+            stored = stored.astype(storage)
         _, begins = np.unique(spans.part_places[first : self._done][ends], return_index=True)
-        groups = np.split(stored, begins[1:]) if len(stored) else []
-        return stored, [TapStats.of_rows(group) for group in groups]
+        groups = np.split(np.arange(len(stored)), begins[1:]) if len(stored) else []
+        stats = [TapStats.of_rows(stored[group]) for group in groups]
+        if self._info.latents and not self._are_ids:
+            for each, group in zip(stats, groups, strict=True):
+                active = np.count_nonzero(wide[group] > 0, axis=1)
+                each.truncated = int(np.count_nonzero(active > self._info.width))
+        return stored, stats
+
+    @property
+    def _are_ids(self) -> bool:
+        return self._info.storage.kind == "i"
+
+    def _largest(self, latents: np.ndarray) -> np.ndarray:
+        """Return the largest latents of each row, or their ids; ties go to the lower id."""
+        ids = np.argsort(-latents, axis=1, kind="stable")[:, : self._info.width]
+        return ids if self._are_ids else np.take_along_axis(latents, ids, axis=1)
 
     def _merged(
         self, before: np.ndarray | None, counted: int, part: np.ndarray, count: int
@@ -75,4 +96,8 @@ def mergers(table: Table, prepared: PreparedUnit) -> dict[str, SpanMerger]:
     by, spans = reduces(table.recipe.pool), prepared.packed.pooled
     if by is None or spans is None:
         return {}
-    return {tap: SpanMerger(spans, by, info) for tap, info in table.taps.items()}
+    latents = [latent_names(tap) for tap in table.recipe.encode]
+    sources = {name: values for values, ids in latents for name in (values, ids)}
+    return {
+        tap: SpanMerger(spans, by, info, sources.get(tap, tap)) for tap, info in table.taps.items()
+    }

@@ -222,7 +222,8 @@ class Sink:
             with self._counters.timed("copying"):  # waits for the step, and for its rows to arrive
                 merger = item.unit.mergers.get(tap)
                 found = [] if merger else output.stats_of(tap)
-                pieces = [*output.pieces_of(tap)]
+                source = merger.source if merger else tap
+                pieces = [*output.pieces_of(source)]
             if merger:
                 parts = np.concatenate([parts for parts, _ in pieces])
                 if not np.isfinite(parts).all():
@@ -248,7 +249,7 @@ class Sink:
                 with self._counters.timed("writing"):
                     writer.write(tap, rows, scales)
                 self._counters.add(bytes=len(rows) * self._job.table.taps[tap].row_bytes)
-            if copied := output.copied_of(tap):
+            if source == tap and (copied := output.copied_of(tap)):
                 self._counters.add(copied=copied)
         if item.last():
             self._counters.add(tokens=output.tokens)

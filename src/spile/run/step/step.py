@@ -34,6 +34,7 @@ from spile.models.files.sae import SparseEncoder
 from spile.models.forward.attention import narrowed
 from spile.models.forward.decoder import AFTER, BEFORE, Beside, Decoder, Inputs
 from spile.models.forward.kernels import chosen_kernels, for_platform
+from spile.models.forward.pooling import Pooling
 from spile.models.forward.sharding import PINNED, Shards, local_runs, put
 from spile.models.forward.weights import LayerSchedule, Params, WeightArrays
 from spile.models.taps import Tap
@@ -378,7 +379,7 @@ class StepSettings:
             attention = self._attention(inputs, contexts)
             decoder = Decoder(
                 self.arch, self.taps, self._carried, attention, self.place.shards, splice,
-                pool=self.pool,
+                pool=self._pooled_in_decoder,
             )  # fmt: skip
             return decoder.forward(params, inputs, self.schedule)
 
@@ -398,7 +399,7 @@ class StepSettings:
             attention = None if outside else self._attention(inputs, contexts)
             decoder = Decoder(
                 self.arch, stage.taps, self._carried, attention, self.place.shards, splice,
-                stage.scores_all, self.pool,
+                stage.scores_all, self._pooled_in_decoder,
             )  # fmt: skip
             return decoder.stage(stage.kind, weights, *entering, inputs)
 
@@ -413,9 +414,10 @@ class StepSettings:
     ) -> Computed:
         """Bring values into their stored form; see `StoredForm.rows`."""
         form = StoredForm(taps, encoders, self.store_dtype, self.place.shards)
-        if self.pool:
-            return form.parts(values), {}
         with self._precision():
+            if self.pool:
+                late = Pooling(self.pool, inputs.slots, inputs.sizes.shape[1])
+                return form.parts(values, extras, late if self.encoders else None), {}
             kept = inputs.counts, inputs.columns
             return form.rows(values, extras, kept, inputs.tokens.shape[1], part)
 
@@ -447,6 +449,14 @@ class StepSettings:
         """
         late = self.store_dtype in QUANTIZED or self.encoders
         return self.computed if late else self.store_dtype
+
+    @property
+    def _pooled_in_decoder(self) -> str | None:
+        """How the decoder pools values; latents are pooled after it, and all other taps with them.
+
+        (Taps of a step are carried in one form.)
+        """
+        return None if self.encoders else self.pool
 
     def _precision(self) -> Any:
         # float32 means float32: on accelerators the default would be a faster, coarser product.

@@ -22,6 +22,7 @@ from spile.core.recipe import latent_names
 from spile.dataset.codec.quantization import FLOAT8, FLOAT8_MAX, INT8_MAX, QUANTIZED
 from spile.dataset.format import scale_name
 from spile.models.files.sae import Arrays, SparseEncoder
+from spile.models.forward.pooling import Pooling
 from spile.models.forward.sharding import P, Shards
 from spile.models.forward.sparse_latents import top_latents
 from spile.models.layout import AXES
@@ -52,13 +53,33 @@ class StoredForm:
     store_dtype: str
     shards: Shards | None
 
-    def parts(self, values: Mapping[str, Array]) -> dict[str, Array]:
+    def parts(
+        self, values: Mapping[str, Array], extras: Extras, pooling: Pooling | None
+    ) -> dict[str, Array]:
         """Return the parts of pooled rows by stored name, which the host merges.
 
+        Those of an encoded tap are of all its latents; the host chooses the largest.
+
         Args:
-            values: of each tap, as a decoder that pools returns them.
+            values: of each tap, as the decoder returns them.
+            pooling: if the decoder has not pooled them.
         """
-        return dict(values)
+        if pooling is None:
+            return dict(values)
+        parts: dict[str, Array] = {}
+        for name, found in values.items():
+            by_row = found.reshape(*pooling.slots.shape, *found.shape[1:])
+            by_row = self.shards.rows(by_row) if self.shards else by_row
+            stored = name
+            if name in self.encoders:
+                stored, _ = latent_names(name)
+                encoder, arrays = self.encoders[name], extras.encoders[name]
+                pooled = pooling.each_slots_latents(by_row, arrays, encoder)
+            else:
+                pooled = pooling.each_slot(by_row)
+            flat = pooled.reshape(-1, *pooled.shape[2:])
+            parts[stored] = self.shards.runs(flat) if self.shards else flat
+        return parts
 
     def rows(
         self,
