@@ -127,6 +127,22 @@ def test_two_processes_make_what_one_makes_and_only_the_first_reports(
     assert min(rows.values()) > 0.2 * sum(rows.values()), rows
 
 
+def test_two_processes_pool_what_one_pools_and_the_first_writes_it(
+    made: Made, tmp_path: Path
+) -> None:
+    """Documents are longer than contexts, so that their parts lie in rows of both processes."""
+    options = {"pool": "mean", "taps": "resid_post:0,logprob", "seq_len": 32, "where": "not bos"}
+    work = Work(made.work.model, made.work.corpus, {**RECIPE, **options})
+    work.extract(tmp_path / "one")
+    out = tmp_path / "out"
+    with made.world(out, 2, 2, "2d", options=options) as world:
+        world.finish()
+    check_equal(out, tmp_path / "one")
+    record = json.loads((out / "done" / "000000" / "00000001.json").read_bytes())
+    assert record["made_by"]["processes"] == 2
+    assert not [shard for shard in record["shards"] if ".1." in shard["key"]]
+
+
 @pytest.mark.full
 def test_a_process_that_is_late_to_every_call_changes_nothing(made: Made, tmp_path: Path) -> None:
     out = tmp_path / "out"

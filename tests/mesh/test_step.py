@@ -13,10 +13,10 @@ from spile.models.forward.splice import load_changes
 from spile.models.layout import Layout
 from spile.models.taps import parse_taps
 from spile.plan.splices import find_splices
-from spile.run.step.step import Step
+from spile.run.step.step import Step, StepDevices
 from support import saes, tiny
 from support.marks import some
-from support.meshes import make_batch, make_step, shards_of
+from support.meshes import make_batch, make_step, pooled, shards_of
 
 CUT_THREE_WAYS = Layout(2, 2, 2)
 LAYOUTS = [Layout(8), Layout(1, 1, 8), Layout(1, 8), Layout(4, 1, 2), CUT_THREE_WAYS]
@@ -59,6 +59,49 @@ def test_rows_and_statistics_are_those_of_one_device(
         assert (cut.count, cut.nonfinite) == (exact.count, 0)
         np.testing.assert_allclose(cut.mean, exact.mean, atol=1e-5)
         np.testing.assert_allclose(cut.variance, exact.variance, atol=1e-4)
+
+
+SQUARE = Layout(2, 1, 2)
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "keep"),
+    some(
+        [(SQUARE, False), (SQUARE, True), (Layout(1, 1, 3), True), (Layout(8), True)],
+        (SQUARE, True),
+    ),
+    ids=str,
+)
+def test_pooled_parts_are_numpys_on_one_device_and_on_a_mesh(
+    model: Path, layout: Layout, keep: bool, gathers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`gathers`: as in several processes, every device gets the parts of all."""
+    if gathers:
+        monkeypatch.setattr(StepDevices, "gathers", lambda place, pool: place.shards is not None)
+    taps, plain = "embed,q:1,z:all,resid_post:all,logprob", make_batch(24, keep=keep)
+    batch, whole = pooled(plain, 4), make_step(model, taps, None)(plain)
+    assert batch.slots is not None and batch.sizes is not None
+    used = np.count_nonzero(batch.sizes, axis=1)
+    spans = np.concatenate([
+        row_spans + slots[:count]
+        for row_spans, slots, count in zip(np.cumsum(used) - used - 1, batch.slots, batch.counts,
+                                           strict=True)
+    ])  # fmt: skip
+    for by, reduce in (("mean", np.sum), ("max", np.max)):
+        # (Tests share the programs of equal settings. Parts are float32, whatever is stored.)
+        stored = "bfloat16" if gathers else "float32"
+        one, mesh = (
+            make_step(model, taps, each, stored, pool=by)(batch) for each in (None, layout)
+        )
+        assert mesh.num_rows == one.num_rows == used.sum()
+        for tap in one.batches[0].rows:
+            rows = whole.rows_of(tap).astype(np.float64)
+            wanted = np.stack([reduce(rows[spans == span], axis=0) for span in range(used.sum())])
+            close = dict[str, float](rtol=0, atol=2e-5 * max(1, np.abs(wanted).max()))
+            np.testing.assert_allclose(one.rows_of(tap), wanted, **close)
+            np.testing.assert_allclose(mesh.rows_of(tap), wanted, **close)
+            assert not mesh.nonfinite_of(tap).any()
 
 
 @pytest.mark.full

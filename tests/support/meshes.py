@@ -1,6 +1,7 @@
 """A model on a mesh of virtual CPU devices, or on one of them."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def make_step(
     scales: Mapping[str, Any] | None = None,
     encoders: Mapping[str, tuple[SparseEncoder, Any]] | None = None,
     splices: Mapping[Tap, Partial] | None = None,
+    pool: str | None = None,
 ) -> ResidentStep:
     """`encoders`: by tap, each with its arrays."""
     checkpoint = open_checkpoint(str(directory))
@@ -59,6 +61,7 @@ def make_step(
         arch=checkpoint.arch, taps=chosen, schedule=schedule, compute_dtype=compute_dtype,
         store_dtype=store_dtype, place=StepDevices(jax.devices()[0], shards),
         encoders={tap: encoder for tap, (encoder, _) in encoders.items()}, spliced=tuple(splices),
+        pool=pool,
     )  # fmt: skip
     arrays = {tap: arrays for tap, (_, arrays) in encoders.items()}
     return ResidentStep(params, settings, Extras(scales or {}, arrays, tuple(splices.values())))
@@ -82,3 +85,17 @@ def make_batch(rows: int, seq: int = 24, *, keep: bool = False, vocab: int = 250
     for row, count in enumerate(counts):
         columns[row, :count] = np.sort(rng.permutation(lengths[row])[:count])
     return Batch(tokens, positions, segments, lengths, columns, counts, contexts=16)
+
+
+def pooled(batch: Batch, slots: int) -> Batch:
+    """The same batch, in which the kept tokens of each of a row's documents are one span."""
+    columns = batch.columns
+    if columns is None:
+        columns = np.broadcast_to(np.arange(batch.tokens.shape[1]), batch.tokens.shape)
+    found = np.zeros(columns.shape, np.int32)
+    sizes = np.zeros((len(columns), slots), np.int32)
+    for row, count in enumerate(batch.counts):
+        _, numbers = np.unique(batch.segments[row][columns[row, :count]], return_inverse=True)
+        found[row, :count] = numbers + 1
+        sizes[row] = np.bincount(numbers, minlength=slots)
+    return replace(batch, slots=found, sizes=sizes)
