@@ -157,7 +157,7 @@ def test_a_site_is_a_row_and_its_code(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     params, _ = load_params(checkpoint, schedule, head=False, dtype=jnp.dtype("float32"))
     tokens = jnp.arange(8, dtype=jnp.int32)[None]
-    inputs = (tokens, tokens, jnp.ones_like(tokens), None)
+    inputs = decoder.Inputs(tokens, tokens, jnp.ones_like(tokens))
     model = decoder.Decoder(checkpoint.arch, taps, "float32", masked)
     found = model.forward(params, inputs, schedule=schedule)
     lengths = np.linalg.norm(np.asarray(found["mlp_hidden.1"]), axis=-1)

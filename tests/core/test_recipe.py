@@ -53,6 +53,7 @@ OTHER: dict[str, Any] = {
     "encode_source": "saes/b",
     "encode": {"embed": "topk 16 2-cd"},
     "latents": 8,
+    "attn_top": 3,
     "top_logits": 9,
     "splice_source": "zero:z.1",
     "splice": ("zero z.1",),

@@ -22,7 +22,7 @@ CUT_THREE_WAYS = Layout(2, 2, 2)
 LAYOUTS = [Layout(8), Layout(1, 1, 8), Layout(1, 8), Layout(4, 1, 2), CUT_THREE_WAYS]
 TAPS = (
     "embed,q:1,k:0,attn_pattern:0,z:all,mlp_hidden:1,resid_post:all,final_norm,logits,entropy,"
-    "top_logits"
+    "top_logits,attn_top:1.h0+h3,attn_summary:0+1.h2"
 )
 
 

@@ -52,7 +52,8 @@ SHARED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe-multimodal", "l
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5-multimodal", "qwen3_5_moe", "qwen3_5_moe-multimodal",
           "olmo_hybrid", "kimi_linear")  # fmt: skip
 DELTA_SITES = {"conv_out", "delta_state_norm"}
-ATTENTION_SITES = {"q", "k", "v", "q_rot", "k_rot", "attn_pattern"}
+LOOKS = {"attn_pattern", "attn_top_keys", "attn_top_weights", "attn_summary"}
+ATTENTION_SITES = {"q", "k", "v", "q_rot", "k_rot", *LOOKS}
 SPACE_SITES = {"ssm_in", "ssm_read", "ssm_gate", "ssm_z", "ssm_out"}
 CONVOLUTION_SITES = {"conv_in", "conv_gate"}
 # The parts of each of three blocks, in families with state spaces or short convolutions.
@@ -67,7 +68,7 @@ BLOCKS = {
 }
 SITES_OF = {
     "space": {*SPACE_SITES, "conv_out"},
-    "attention": {"attn_in", "q", "k", "v", "attn_pattern", "z", "attn_out"},
+    "attention": {"attn_in", "q", "k", "v", *LOOKS, "z", "attn_out"},
     "rotary": {"q_rot", "k_rot"},
     "convolution": {*CONVOLUTION_SITES, "attn_in", "conv_out", "attn_out"},
     "mlp": {"mlp_in", "mlp_hidden", "mlp_out"},
@@ -512,7 +513,7 @@ def test_spelling_and_order_do_not_change_the_taps() -> None:
         ("k:5.h2", ["head h2 does not exist", "2 heads, h0 to h1"]),
         ("z:5.h", ["head h does not exist"]),
         ("z:5.hx", ["head hx does not exist"]),
-        ("resid_post:5.h0", ["resid_post has no heads", "k_rot, attn_pattern, delta_state_norm"]),
+        ("resid_post:5.h0", ["resid_post has no heads", "k_rot, attn_pattern, attn_top_keys"]),
         ("", ["names no tap"]),
         (" , ,", ["names no tap"]),
     ],
@@ -572,6 +573,10 @@ def test_shapes_and_dtypes_are_those_of_the_values() -> None:
     for site in ("k", "k_rot", "v"):
         assert shapes.pop(site) == (2, 8)
     assert shapes.pop("attn_pattern") == (4, 100)
+    assert shapes.pop("attn_top_keys") == shapes.pop("attn_top_weights") == (4, 8)
+    assert shapes.pop("attn_summary") == (4, 5)
+    assert Tap("attn_top_keys", 1, (0, 2), top=3).shape(ARCH, 100) == (2, 3)
+    assert Tap("attn_top_keys", 1).shape(ARCH, 5) == (4, 5), "a context has no more"
     assert shapes.pop("mlp_hidden") == (48,)
     assert shapes.pop("logits") == (tiny.VOCAB,)
     for site in ("logprob", "entropy", "logsumexp", "next_rank"):
@@ -583,9 +588,11 @@ def test_shapes_and_dtypes_are_those_of_the_values() -> None:
     widths = {tap.site: tap.width(ARCH, 100) for tap in all_taps(ARCH)}
     assert (widths["q"], widths["attn_pattern"], widths["logprob"]) == (32, 400, 1)
     dtypes = {tap.site: tap.dtype("bfloat16") for tap in all_taps(ARCH)}
-    for site in ("logprob", "entropy", "logsumexp", "top_logprobs"):
+    for site in ("attn_top_weights", "attn_summary", "logprob", "entropy", "logsumexp",
+                 "top_logprobs"):  # fmt: skip
         assert dtypes.pop(site) == "float32"
-    assert dtypes.pop("next_rank") == dtypes.pop("top_token_ids") == "int32"
+    for site in ("attn_top_keys", "next_rank", "top_token_ids"):
+        assert dtypes.pop(site) == "int32"
     assert set(dtypes.values()) == {"bfloat16"}
 
 

@@ -25,6 +25,14 @@ def test_top_logits_stands_for_its_four_taps() -> None:
     }  # fmt: skip
 
 
+def test_attn_top_stands_for_keys_and_weights_of_some_heads() -> None:
+    assert shapes(taps="attn_top:3.h0+h5,attn_summary:3", attn_top=4) == {
+        "attn_top_keys.3.h0.h5": (2, 4), "attn_top_weights.3.h0.h5": (2, 4),
+        "attn_summary.3": (ARCH.num_heads, 5),
+    }  # fmt: skip
+    assert shapes(taps="attn_top:3,top_logits", attn_top=4)["top_logprobs"] == (64,)
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
@@ -34,6 +42,10 @@ def test_top_logits_stands_for_its_four_taps() -> None:
         ({"taps": "top_logits", "top_logits": ARCH.vocab_size + 1},
          f"--top-logits {ARCH.vocab_size + 1}: there are only {ARCH.vocab_size} tokens in the"),
         ({"taps": "top_logits:3"}, "has no layers"),
+        ({"taps": "attn_top"}, "say which layers"),
+        ({"taps": "attn_summary:3", "attn_top": 5}, "--attn-top 5: no tap keeps the largest"),
+        ({"taps": "attn_top:3", "attn_top": 65, "seq_len": 64},
+         "--attn-top 65: there are only 64 tokens in a context"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_kept_is_refused(given: dict[str, object], told: str) -> None:

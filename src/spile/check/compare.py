@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from spile.check.comparable import comparable, named_in
 from spile.check.latent_rows import RowLatents, SparseTap
 from spile.check.load import References, Taps, load_references, versions
-from spile.check.named import named_values, values_named_in
 from spile.check.sampled import SampledRows, sampled_rows
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError, StoreError
@@ -323,7 +323,7 @@ class _Comparison:
         routers = {"router_logits"} if experts else set[str]()
         logits = {"logits"} if self._half else set[str]()
         beside = filter(None, neighbours.values())
-        named = filter(None, map(values_named_in, wanted))
+        named = filter(None, map(named_in, wanted))
         exact = sampled.taps(self._exact, {*wanted, *routers, *logits, *beside, *named})
         rough = sampled.taps(self._rough, {*wanted, *routers, *logits})
         half = sampled.taps(self._half, {*wanted, *logits}) if self._half else {}
@@ -339,12 +339,8 @@ class _Comparison:
         suspected: dict[str, Any] = {}
 
         def of_tap(tap: str, values: np.ndarray, tokens: np.ndarray | None = None) -> np.ndarray:
-            """The values that integers name; other values pass through unchanged."""
-            among = values_named_in(tap)
-            if among is None:
-                return values
             tokens = np.arange(len(values)) if tokens is None else tokens
-            return named_values(tap, values, tokens, exact[among])
+            return comparable(tap, values, tokens, exact)
 
         for tap in wanted:
             beside, name, sparse = neighbours[tap], self._name(tap), self._sparse.get(tap)

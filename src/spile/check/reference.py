@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from spile.check.attended import attended
 from spile.check.hf_modules import (
     Point,
     block_points,
@@ -39,6 +40,7 @@ from spile.check.next_token import next_token
 from spile.core.errors import InputError
 from spile.models.sites import SITES
 
+_ATTENDED = ("attn_top_keys", "attn_top_weights", "attn_summary")  # from attention weights
 _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 # Functions of a file of transformers that has layers with a convolution, or a recurrent rule.
@@ -157,7 +159,7 @@ class Reference:
 
         def wanted(name: str) -> bool:
             site = name.partition(".")[0]
-            hidden = site == "attn_pattern" and not eager
+            hidden = site in ("attn_pattern", *_ATTENDED) and not eager
             return not hidden and (sites is None or name in sites or site in sites)
 
         sized = {
@@ -165,6 +167,11 @@ class Reference:
             for site in SITES.values()
             if site.largest_of
         }
+
+        def looked(name: str) -> bool:
+            site, _, layer = name.partition(".")
+            return site == "attn_pattern" and any(wanted(f"{each}.{layer}") for each in _ATTENDED)
+
         found: dict[str, np.ndarray] = {}
         ids = torch.tensor(token_ids.astype(np.int64), device=self._model.device)
         _forget_longer_contexts(self._rotary)
@@ -175,7 +182,7 @@ class Reference:
             for point, change in self._changes:
                 hooks.callback(_change(point, change).remove)
             for point in self._points:  # (these hooks run after those of the changes)
-                if wanted(point.name):
+                if wanted(point.name) or looked(point.name):
                     hooks.callback(_record(point, found).remove)
             if noise is not None:
                 first = find_part(self._body, "blocks")[0]
@@ -192,6 +199,13 @@ class Reference:
                 found |= {name: _array(value) for name, value in read.items() if wanted(name)}
             else:
                 self._body(input_ids=ids[None], use_cache=False)
+        for name in filter(looked, [*found]):
+            layer = int(name.partition(".")[2])
+            sink = getattr(self._modules[layer], "sinks", None) is not None
+            seen = attended(found[name], sized["attn_top_keys"], sink=sink)
+            found |= {f"{n}.{layer}": v for n, v in seen.items() if wanted(f"{n}.{layer}")}
+            if not wanted(name):
+                del found[name]
         return found
 
     def _arithmetic(self) -> AbstractContextManager[Any]:

@@ -108,6 +108,10 @@ class Recipe(Options):
     latents: int | None = count(
         "how many latents to store per row, largest first [the encoder's own k, or 64]"
     )
+    attn_top: int | None = count(
+        "how many keys to store per row and head, largest weights first, if --taps names attn_top "
+        "[8]"
+    )
     top_logits: int | None = count(
         "how many of the most likely next tokens to store per row, if --taps names top_logits [64]"
     )

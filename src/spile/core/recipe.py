@@ -20,10 +20,13 @@ RULES = 2
 # The fields that decide what is computed and stored for each row. The others decide which rows
 # there are.
 OF_EACH_ROW = (
-    "model", "taps", "encode", "latents", "top_logits", "splice", "compute_dtype", "store_dtype"
+    "model", "taps", "encode", "latents", "attn_top", "top_logits", "splice", "compute_dtype",
+    "store_dtype",
 )  # fmt: skip
 # The subset that a pass (taps added to an existing dataset) may set for itself.
-OF_A_PASS = ("taps", "encode", "latents", "top_logits", "compute_dtype", "store_dtype")
+OF_A_PASS = (
+    "taps", "encode", "latents", "attn_top", "top_logits", "compute_dtype", "store_dtype"
+)  # fmt: skip
 TOPS = (*LARGEST,)  # how many values taps keep that keep the largest
 # Fields that are left out of a stored recipe if nothing is given: so fingerprints stay as they were
 # before there were any.
@@ -51,7 +54,8 @@ class ResolvedRecipe:
     taps: tuple[str, ...]
     encode: Mapping[str, str] = field(default_factory=dict[str, str])  # identities, by tap
     latents: int | None = None  # latents to keep per row, if given
-    top_logits: int | None = None  # of the largest, to keep per row, if they are tapped
+    attn_top: int | None = None  # keys to keep per row and head, if they are tapped
+    top_logits: int | None = None  # the same of logits
     splice: tuple[str, ...] = ()  # identities of splices, in the order in which they apply
     where: str | None
     every: int | None

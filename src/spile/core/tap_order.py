@@ -10,18 +10,21 @@ from collections.abc import Iterable
 
 BEFORE_BLOCKS = ("embed",)
 IN_A_BLOCK = (
-    "resid_pre", "attn_in", "q", "kv_latent", "k", "v", "q_rot", "k_rot", "attn_pattern", "ssm_in",
-    "conv_in", "conv_out", "conv_gate", "delta_state_norm", "attn_gate", "z", "attn_out",
-    "ssm_read", "ssm_gate", "ssm_z", "ssm_out", "resid_mid", "mlp_in", "router_logits",
-    "expert_weights", "expert_ids", "mlp_hidden", "shared_expert_out", "mlp_out", "layer_embed",
-    "layer_embed_out", "resid_post",
+    "resid_pre", "attn_in", "q", "kv_latent", "k", "v", "q_rot", "k_rot", "attn_pattern",
+    "attn_top_keys", "attn_top_weights", "attn_summary", "ssm_in", "conv_in", "conv_out",
+    "conv_gate", "delta_state_norm", "attn_gate", "z", "attn_out", "ssm_read", "ssm_gate", "ssm_z",
+    "ssm_out", "resid_mid", "mlp_in", "router_logits", "expert_weights", "expert_ids", "mlp_hidden",
+    "shared_expert_out", "mlp_out", "layer_embed", "layer_embed_out", "resid_post",
 )  # fmt: skip
 AFTER_BLOCKS = (
     "final_norm", "logits", "logprob", "entropy", "logsumexp", "next_rank", "top_token_ids",
     "top_logprobs",
 )  # fmt: skip
 # The sites that keep the largest of many values, by the option that says how many.
-LARGEST = {"top_logits": ("top_token_ids", "top_logprobs")}
+LARGEST = {
+    "attn_top": ("attn_top_keys", "attn_top_weights"),
+    "top_logits": ("top_token_ids", "top_logprobs"),
+}
 _PLACES = {site: n for n, site in enumerate((*BEFORE_BLOCKS, *IN_A_BLOCK, *AFTER_BLOCKS))}
 # A site; for an encoded tap, what is stored of its latents; the layer; the heads.
 _NAME = re.compile(r"(\w+?)(_latents|_latent_ids)?(?:\.(\d{1,9})((?:\.h\d{1,9})*))?")

@@ -18,7 +18,8 @@ from spile.models.config.arch import (
 )
 
 BEFORE, BLOCK, AFTER = "before the blocks", "in a block", "after the blocks"
-TOP_LOGITS = "top_logits"
+TOP_LOGITS, ATTN_TOP = "top_logits", "attn_top"
+SUMMARY = ("entropy", "first", "self", "before", "distance")  # the values of `attn_summary`
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Site:
     largest_of: str = ""
     top: int = 0
     group: str = ""
+    of_chosen: bool = False  # computed for the kept tokens and the chosen heads alone
     advice: str = ""  # what to do about its size, if its rows are large
 
     @property
@@ -135,6 +137,23 @@ SITES = {
             ("heads", "keys"), mixers=_ATTEND, reach=(*_Q, *_K, "scores"),
             lens=(_B + "attn.hook_pattern",),
             advice="it grows with --seq-len; choose few layers, shorter contexts, or --where",
+        ),
+        Site(
+            "attn_top_keys", "the keys that each head weighs most, by their position in the "
+            "context, largest weight first; -1 where the query has fewer; --attn-top says how many",
+            ("heads", "top"), dtype="int32", mixers=_ATTEND, reach=(*_Q, *_K), group=ATTN_TOP,
+            largest_of="keys", top=8, of_chosen=True, least=-1,
+        ),
+        Site(
+            "attn_top_weights", "the weights of these keys", ("heads", "top"), dtype="float32",
+            mixers=_ATTEND, reach=(*_Q, *_K), group=ATTN_TOP, largest_of="keys", top=8,
+            of_chosen=True,
+        ),
+        Site(
+            "attn_summary", "of each head's weights: entropy in nats, weight on the context's "
+            "first token (BOS), on itself, on the token before, mean distance",
+            ("heads", "summary"),
+            dtype="float32", mixers=_ATTEND, reach=(*_Q, *_K), of_chosen=True,
         ),
         Site(
             "ssm_in", "input of a state space: after its norm", ("width",),
@@ -342,6 +361,7 @@ def axis_sizes(arch: Arch, seq_len: int, layer: Layer) -> dict[str, int]:
         "mlp": beside or arch.dense_width or arch.mlp_width,
         "layer_embed": arch.layer_embed,
         "keys": seq_len,
+        "summary": len(SUMMARY),
         "vocab": arch.vocab_size,
         "experts": experts.count if experts else 0,
         "chosen": experts.chosen if experts else 0,

@@ -37,6 +37,8 @@ _STEP_TOKENS = {"gpu": {512: 131072, 1023: 65536, 2047: 32768}, "tpu": {2047: 32
 # Each expert multiplies only its share of the tokens, so models with experts need more of them.
 _EXPERT_TOKENS, _MOST_FOR_EXPERTS = 2048, 65536
 _SCORE = 4  # bytes: scores are float32
+_PASSES = 4  # over the scores of heads whose keys are looked at
+_SCORES_AT_ONCE = 1 << 26  # of these heads (models/forward/attended.py)
 _CHUNK = 64  # tokens per chunk of the gated delta rule or a state space
 _SCALE = 4  # bytes of a row's scale, for 8-bit rows
 _PART = 4  # bytes of a value of a span, which is float32 on the device
@@ -239,6 +241,8 @@ class Workload:
             values += rule // self._ways("ssm_heads")
         scores = 2 * _SCORE * self.seq_len * arch.num_heads // self._ways("heads")
         held = self._own * (values * self.item + scores * self._scores_all)
+        looked = self._own * self.seq_len * max((heads for heads, _ in self._looks), default=0)
+        held += 3 * _SCORE * min(_SCORES_AT_ONCE, looked)
         latents = max((each.sae.latents for each in self.encoders.values()), default=0)
         # An encoder runs after the last block, so the larger of the two counts.
         held = max(held, 2 * _SCORE * min(AT_ONCE, self._held(latents)))
@@ -279,6 +283,7 @@ class Workload:
             dims = own.head_dim * ("scores" in runs) + own.value_dim * ("mixing" in runs)
             each = 2 * self.arch.num_heads * dims * self._keys(layer)
             total += int(each) // self._ways("heads")
+        total += 2 * self.seq_len * sum(heads * dim for heads, dim in self._looks)
         if any(tap.kind.head for tap in self.taps):
             total += 2 * self.arch.vocab_size * self.arch.width // self._ways("vocab")
         if self.arch.layer_embed and self.depth:
@@ -320,6 +325,9 @@ class Workload:
                 if self._scores_all:
                     scores = 4 * _SCORE * arch.num_heads * self.seq_len
                     values += scores // self._ways("heads") // self.item
+        # Scores of heads whose keys are looked at are written, and read for their sums and maxima.
+        looked = sum(heads for heads, _ in self._looks)
+        values += _PASSES * _SCORE * looked * self.seq_len // self.item
         # A splice reads and writes its tap's values once more, and reads its arrays.
         weights += self.item * sum(splice.values for splice in self.splices)
         values += sum(2 * splice.tap.width(arch, self.seq_len) for splice in self.splices)
@@ -379,6 +387,20 @@ class Workload:
     @property
     def _scores_all(self) -> bool:
         return any(tap.site == "attn_pattern" for tap in self.taps)
+
+    @property
+    def _looks(self) -> list[tuple[int, int]]:
+        """Return heads, and their dimension, for each layer and kind of taps of where heads look.
+
+        (Keys and their weights come from one look.)
+        """
+        found: dict[tuple[int | None, str, tuple[int, ...]], tuple[int, int]] = {}
+        for tap in self.taps:
+            if tap.kind.of_chosen:
+                heads = tap.shape(self.arch, self.seq_len)[0]
+                own = self.arch.of(self.arch.layers[tap.layer or 0])
+                found[tap.layer, tap.kind.group, tap.heads] = heads, own.head_dim
+        return [*found.values()]
 
     def _keys(self, layer: Layer) -> float:
         """Return the average number of keys that a query is scored against."""

@@ -211,6 +211,7 @@ class Model:
         taps: str = "logits",
         *,
         splice: SplicedTaps | None = None,
+        attn_top: int | None = None,
         top_logits: int | None = None,
     ) -> TapValues:
         """Return every tap's values [rows, seq, ...], by name; NaN beyond the end of a context.
@@ -218,7 +219,7 @@ class Model:
         One text is one row. `encode` returns the tokens of a text. The result knows how long each
         context is: `.lengths`, `.mask`, `.last(tap)` and `.mean(tap)`.
 
-        `top_logits` says how many of the most likely next tokens `top_logits` keeps.
+        `top_logits` and `attn_top` say how many values the taps of that name keep.
 
         A new function in `splice` compiles a new program: put arrays that change from call to call
         into a `jax.tree_util.Partial`. jax can differentiate the values with respect to them.
@@ -226,7 +227,7 @@ class Model:
         ids, segments = self._padded(tokens)
         changes = self._changes(splice or {}, segments > 0)
         rows, seq = ids.shape
-        tops = {"top_logits": top_logits}
+        tops = {"attn_top": attn_top, "top_logits": top_logits}
         chosen = with_tops(parse_taps(taps, self.arch), tops, self.arch, seq)
         inputs = self._divided(ids, segments, spliced=bool(changes))
         attention = self._attention()

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import spile
-from spile.check.named import named_values, values_named_in
+from spile.check.comparable import comparable, named_in
 from spile.check.reference import Reference
 from spile.core.errors import InputError
 from spile.models.config.arch import Arch
@@ -26,12 +26,12 @@ from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.demo import demo_model
 from spile.models.forward import decoder
 from spile.models.forward.attention import Attention, blocked, masked, narrowed
-from spile.models.forward.decoder import Decoder, needs_whole_block
+from spile.models.forward.decoder import Decoder, Inputs, needs_whole_block
 from spile.models.forward.kernels import for_platform
 from spile.models.forward.mixers import gated_delta, state_space
 from spile.models.forward.weights import LayerSchedule, load_params
 from spile.models.sites import AFTER_BLOCKS, SITES
-from spile.models.taps import Tap, all_taps, parse_taps
+from spile.models.taps import Tap, all_taps, parse_taps, with_tops
 from support import quick, tiny
 from support.families import (
     FAMILIES,
@@ -164,7 +164,7 @@ def run(
     head = any(tap.site in AFTER_BLOCKS for tap in taps)
     params, _ = load_params(checkpoint, schedule, head=head, dtype=jnp.dtype(dtype))
     step = partial(Decoder(arch, taps, "float32", attention).forward, schedule=schedule)
-    given = jax.tree.map(jnp.asarray, (*inputs, columns))
+    given = jax.tree.map(jnp.asarray, Inputs(*inputs, columns))
     found = jax.jit(step, compiler_options=QUICK)(params, given)
     rows, kept = inputs[0].shape if columns is None else columns.shape
     return {n: np.asarray(v).reshape(rows, kept, *v.shape[1:]) for n, v in found.items()}
@@ -206,8 +206,8 @@ def errors(
                 own = own[..., : len(context.ids)]
             own = np.roll(own, heads, axis=1) if heads else own
             right, every = wanted[name], np.arange(len(own))
-            if among := values_named_in(tap):  # ids of values that rounding may swap
-                own, right = (named_values(tap, ids, every, wanted[among]) for ids in (own, right))
+            if named_in(tap):  # ids of values that rounding may swap
+                own, right = (comparable(tap, ids, every, wanted) for ids in (own, right))
             keep_worst(worst, tap, error(own, right))
     return worst
 
@@ -534,6 +534,37 @@ def test_chosen_columns_are_the_rows_of_a_full_run(
             assert np.array_equal(chosen[tap], rows), tap
 
 
+def test_only_tapped_layers_look_where_heads_do(tmp_path: Path) -> None:
+    """In the scan, whose other layers must not pay; of some heads, at kept tokens only."""
+    _, checkpoint = saved(SUPPORTED["llama-gqa"], tmp_path)
+    arch = checkpoint.arch
+    columns = np.sort(np.random.default_rng(2).permuted(np.tile(np.arange(SEQ), (ROWS, 1)), axis=1)[
+        :, :9
+    ])  # fmt: skip
+    text = "attn_top:0.h1+h3,attn_top_keys:2.h0,attn_summary:1,attn_summary:2.h2"
+    chosen = with_tops(parse_taps(text, arch), {"attn_top": 3}, arch, SEQ)
+    whole = {tap.name: replace(tap, heads=()) for tap in chosen}
+    full = run(checkpoint, tuple(dict.fromkeys(whole.values())), masked)
+    found = run(checkpoint, chosen, masked, columns)
+    for tap in chosen:
+        values = full[whole[tap.name].name][:, :, list(tap.heads) or slice(None)]
+        kept = np.stack([values[row, at] for row, at in enumerate(columns)])
+        assert found[tap.name].shape == kept.shape
+        np.testing.assert_allclose(found[tap.name], kept, atol=1e-5, err_msg=tap.name)
+
+    def branches(text: str) -> int:
+        taps = (*parse_taps(text, arch), Tap("resid_post", 2))
+        schedule = LayerSchedule.of(arch, 3, whole=True)
+        params, _ = load_params(checkpoint, schedule, head=False, dtype=jnp.dtype("float32"))
+        step = partial(Decoder(arch, taps, "float32", masked).forward, schedule=schedule)
+        program = jax.make_jaxpr(partial(step, params))(Inputs(*map(jnp.asarray, BATCH)))
+        return str(program).count(" cond[")
+
+    assert branches("attn_summary:1") == 1, "the other layers skip it"
+    assert branches("attn_summary:all") == branches("q:1") == 0
+    assert branches("attn_top:1,attn_summary:1") == 1, "one look gives both"
+
+
 # -- the head ------------------------------------------------------------------------------------
 
 HEAD = (Tap("logits"), Tap("logprob"), Tap("entropy"))
@@ -579,7 +610,7 @@ def test_logits_are_never_held_whole_where_they_are_too_large(
 
     def shapes() -> str:
         step = partial(Decoder(arch, taps, "float32", masked).forward, schedule=schedule)
-        return str(jax.make_jaxpr(partial(step, params))((*map(jnp.asarray, BATCH), None)))
+        return str(jax.make_jaxpr(partial(step, params))(Inputs(*map(jnp.asarray, BATCH))))
 
     assert f"f32[{ROWS},{SEQ},{tiny.VOCAB}]" in shapes()
     monkeypatch.setattr(decoder, "_HEAD_VALUES", 8 * ROWS * tiny.VOCAB)

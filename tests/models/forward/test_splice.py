@@ -15,7 +15,7 @@ import torch
 from spile.core.errors import ConfigError
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.forward.attention import masked
-from spile.models.forward.decoder import Decoder
+from spile.models.forward.decoder import Decoder, Inputs
 from spile.models.forward.splice import Change, added, only, replaced
 from spile.models.forward.weights import LayerSchedule, load_params
 from spile.models.sites import SPLICED
@@ -85,7 +85,7 @@ class Ours:
     def step(self, taps: str, changes: dict[Tap, Change] | None = None) -> Callable[..., Any]:
         chosen = parse_taps(taps, self.arch)
         made = Decoder(self.arch, chosen, "float32", masked, splice=changes or {})
-        return lambda params, *inputs: made.forward(params, (*inputs, None), self.schedule)
+        return lambda params, *inputs: made.forward(params, Inputs(*inputs), self.schedule)
 
     def run(self, taps: str, changes: dict[Tap, Change] | None = None) -> dict[str, np.ndarray]:
         step = jax.jit(self.step(taps, changes), compiler_options=quick.OPTIONS)

@@ -23,7 +23,7 @@ from support.stored import unit_files
 
 # A tap of every kind, at every stage: before the blocks, inside them, between them, behind them.
 TAPS = (
-    "embed,resid_pre:0+2,attn_in:0,q:1.h1,attn_pattern:1,z:all,resid_post:0+1,mlp_hidden:2,"
+    "embed,resid_pre:0+2,attn_in:0,q:1.h1,attn_pattern:1,attn_top:2.h3,attn_summary:0+2.h1,z:all,resid_post:0+1,mlp_hidden:2,"
     "final_norm,logprob"
 )
 

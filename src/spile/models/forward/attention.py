@@ -12,11 +12,12 @@ nearest of them.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, Int
 
 from spile.models.forward.ops import Places, softcap, to_float16
 from spile.models.forward.sharding import P, Shards
@@ -27,6 +28,8 @@ Keys = Float[Array, "rows seq kv_heads dim"]
 Values = Float[Array, "rows seq kv_heads value_dim"]
 Mixed = Float[Array, "rows seq heads value_dim"]
 Weights = Float[Array, "rows heads queries keys"]
+SomeQueries = Float[Array, "rows queries heads dim"]
+AllKeys = Float[Array, "rows keys kv_heads dim"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,11 @@ class Scoring:
     sinks: Float[Array, " heads"] | None = None
     slopes: Float[Array, " heads"] | None = None  # each score's fall per token of distance (ALiBi)
 
+    def of_heads(self, chosen: Int[np.ndarray, " some"]) -> "Scoring":
+        """Return the same for some of the heads."""
+        sinks, slopes = (None if a is None else a[chosen] for a in (self.sinks, self.slopes))
+        return replace(self, sinks=sinks, slopes=slopes)
+
 
 @runtime_checkable
 class Attend(Protocol):
@@ -48,7 +56,7 @@ class Attend(Protocol):
 # Called once per batch with segments and positions; every layer uses the returned function.
 Attention = Callable[[Places, Places], Attend]
 
-_HIDDEN = -1e30  # finite, so that padding, which sees no key, gives no NaN
+HIDDEN = -1e30  # finite, so that padding, which sees no key, gives no NaN
 
 
 def chunked(segments: Places, positions: Places, size: int | None) -> tuple[Places, Places]:
@@ -71,24 +79,40 @@ def masked(segments: Places, positions: Places) -> Attend:
 
 def pattern(q: Queries, k: Keys, segments: Places, positions: Places, scoring: Scoring) -> Weights:
     """Return the attention weights, in float32; with sinks they sum to less than one."""
-    order = jnp.arange(q.shape[1])
-    earlier = order[:, None] >= order[None, :]
-    visible = (segments[:, :, None] == segments[:, None, :]) & earlier[None]
-    if scoring.window is not None:
-        visible &= positions[:, :, None] - positions[:, None, :] < scoring.window
-    rows, seq, heads, dim = q.shape
-    grouped = (q * jnp.asarray(scoring.scale, q.dtype)).reshape(rows, seq, k.shape[2], -1, dim)
-    scores = jnp.einsum("rqhgd,rkhd->rhgqk", grouped, k, preferred_element_type=jnp.float32)
-    scores = softcap(scores, scoring.cap).reshape(rows, heads, seq, seq)
-    if scoring.slopes is not None:
-        between = (positions[:, :, None] - positions[:, None, :]).astype(jnp.float32)
-        scores = scores - scoring.slopes.reshape(1, heads, 1, 1) * between[:, None]
-    scores = jnp.where(visible[:, None], scores, _HIDDEN)
+    places = TokenPlaces(jnp.arange(q.shape[1])[None], segments, positions)
+    scores = masked_scores(q, k, places, places, scoring)
     if scoring.sinks is None:
         return jax.nn.softmax(scores)
-    sink = scoring.sinks.astype(jnp.float32).reshape(1, heads, 1, 1)
+    sink = scoring.sinks.astype(jnp.float32).reshape(1, -1, 1, 1)
     last = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
     return jax.nn.softmax(jnp.concatenate([scores, last], axis=-1))[..., :-1]
+
+
+class TokenPlaces(NamedTuple):
+    """Where tokens are: in their row, and as `chunked` returns it."""
+
+    order: Int[Array, "#rows tokens"]
+    segments: Int[Array, "rows tokens"]
+    positions: Int[Array, "rows tokens"]
+
+
+def masked_scores(
+    q: SomeQueries, k: AllKeys, queries: TokenPlaces, keys: TokenPlaces, scoring: Scoring
+) -> Weights:
+    """Return the scores of some queries and all keys, in float32; `HIDDEN` of invisible keys."""
+    between = queries.positions[:, :, None] - keys.positions[:, None, :]
+    earlier = queries.order[:, :, None] >= keys.order[:, None, :]
+    visible = (queries.segments[:, :, None] == keys.segments[:, None, :]) & earlier
+    if scoring.window is not None:
+        visible &= between < scoring.window
+    rows, count, heads, dim = q.shape
+    grouped = (q * jnp.asarray(scoring.scale, q.dtype)).reshape(rows, count, k.shape[2], -1, dim)
+    scores = jnp.einsum("rqhgd,rkhd->rhgqk", grouped, k, preferred_element_type=jnp.float32)
+    scores = softcap(scores, scoring.cap).reshape(rows, heads, count, k.shape[1])
+    if scoring.slopes is not None:
+        fall = scoring.slopes.reshape(1, heads, 1, 1)
+        scores = scores - fall * between.astype(jnp.float32)[:, None]
+    return jnp.where(visible[:, None], scores, HIDDEN)
 
 
 def mixed(weights: Weights, v: Values) -> Mixed:
@@ -167,7 +191,7 @@ def _blocked(
         visible = (own[:, None] == behind(key_context)[None, :]) & (ago >= 0)
         if scoring.window is not None:
             visible &= ago < scoring.window
-        scores = jnp.where(visible[None, None], scores, _HIDDEN)
+        scores = jnp.where(visible[None, None], scores, HIDDEN)
         highest, beside = scores.max(axis=-1, keepdims=True), 0.0
         if scoring.sinks is not None:
             sink = scoring.sinks.astype(jnp.float32).reshape(kv_heads, group, 1, 1)

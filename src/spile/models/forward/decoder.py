@@ -12,7 +12,7 @@ On a mesh, a device holds some rows of the batch, and one run of all tokens of t
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,10 +36,14 @@ from spile.models.config.arch import (
 )
 from spile.models.config.specs import DENSE, MLP, SHARED
 from spile.models.forward import moe
+from spile.models.forward.attended import attended
 from spile.models.forward.attention import (
     Attend,
     Attention,
+    Keys,
+    Queries,
     Scoring,
+    TokenPlaces,
     attention_by_heads,
     chunked,
     mixed,
@@ -56,6 +60,7 @@ from spile.models.forward.ops import (
     Hidden,
     Places,
     activate,
+    in_slices,
     linear,
     norm,
     rotary_angles,
@@ -83,6 +88,23 @@ _HEAD_VALUES = 1 << 28  # logits held at once, in float32: 1 GiB
 
 
 @dataclass(frozen=True)
+class _Running:
+    """The block that runs: its layer, and the layers that the same code runs, if it is in a scan.
+
+    (`layer` is None where no tap and no splice asks which one it is.)
+    """
+
+    layer: Array | int | None
+    of: Collection[int]
+
+    def is_among(self, layers: Collection[int]) -> Array | bool:
+        chosen = [layer for layer in self.of if layer in layers]
+        if len(chosen) in (0, len(self.of)):
+            return bool(chosen)
+        return (self.layer == jnp.asarray(chosen)).any()
+
+
+@dataclass(frozen=True)
 class _Run:
     """The state that every block of one forward pass shares."""
 
@@ -100,6 +122,7 @@ class _Run:
     shards: Shards | None  # None: one device has everything
     changes: Changes
     scores_all: bool  # attention weights are tapped, so they are computed for every pair
+    running: _Running = _Running(0, (0,))
 
     def by_rows(self, values: Array) -> Array:
         return self.shards.rows(values) if self.shards else values
@@ -114,8 +137,11 @@ class _Run:
             return block
         return {n: jax.tree.map(partial(self.shards.used, n), a) for n, a in block.items()}
 
-    def of_heads(self, kept: BufferKey, values: Array) -> Array:
-        """[rows, kept, heads, ...] -> the heads that any tap of the site wants."""
+    def chosen(self, kept: BufferKey, values: Array) -> Array:
+        """[rows, seq, heads, ...] -> [rows, kept, heads, ...]: what some tap of the site wants."""
+        if SITES[kept[0]].of_chosen:
+            return values  # nothing else was computed
+        values = self.kept(values)
         return values[:, :, np.array(self.heads[kept])] if kept in self.heads else values
 
     def shape(self, kept: BufferKey, layer: int) -> tuple[int, ...]:
@@ -128,11 +154,11 @@ class _Run:
         moments = (2,) if self.pooling and self.pooling.by == MOMENTS else ()
         return rows, *tap.shape(self.arch, self.tokens.shape[1]), *moments
 
-    def of_tap(self, tap: Tap, values: Array) -> Array:
+    def of_tap(self, tap: Tap, kept: BufferKey, values: Array) -> Array:
         """[rows x kept, heads, ...] -> the heads of this tap, from those that were kept."""
         if not tap.heads:
             return values
-        there = self.heads.get(_kept_as(tap, self.arch)) or range(values.shape[1])
+        there = self.heads.get(kept) or range(values.shape[1])
         places = [there.index(head) for head in tap.heads]
         return values if len(places) == values.shape[1] else values[:, np.array(places)]
 
@@ -203,7 +229,7 @@ class Decoder:
             met = computed_as(tap)
             if met.layer is not None and (kept := _kept_as(met, self.arch)) in buffers:
                 values = buffers[kept][_layers_kept(run)[kept].index(met.layer)]
-                out[tap.name] = run.of_tap(tap, values)
+                out[tap.name] = run.of_tap(tap, kept, values)
         return {tap.name: out[tap.name] for tap in taps}
 
     def stage(
@@ -227,7 +253,7 @@ class Decoder:
             The stream that leaves the stage; the values that later stages need (each block's own
             embeddings from `BEFORE`, keys and values from a block that lends); the tapped values.
         """
-        run = self._run(inputs)
+        run = self._run(inputs, kind.shapes if isinstance(kind, Layer) else "")
         if kind == BEFORE:
             x, by_layer, values = _embed(weights, run, stream)
             layers = range(self.arch.num_layers)
@@ -241,22 +267,22 @@ class Decoder:
         assert isinstance(kind, Layer)
         x, lends, values = _block(stream, weights, kind, run, in_block(run.changes, 0), *beside)
         lends = lends if self.arch.lends and not kind.borrows else None
-        return x, lends, self._as_stored(values, run)
+        return x, lends, self._as_stored(values, run, kind.shapes)
 
-    def _as_stored(self, values: SiteValues, run: _Run) -> SiteValues:
+    def _as_stored(self, values: SiteValues, run: _Run, shapes: str = "") -> SiteValues:
         """Return the values of each tap [rows x kept, ...], for the heads that it names."""
         out: SiteValues = {}
         for tap in self.taps:
-            kept = run.kept(values[tap.site])
-            if tap.heads:
-                kept = kept[:, :, np.array(tap.heads)]
-            out[tap.name] = run.flat(run.pooled(kept)).astype(self._dtype_of(tap))
+            kept = tap.site, shapes
+            found = run.flat(run.pooled(run.chosen(kept, values[tap.site])))
+            out[tap.name] = run.of_tap(tap, kept, found).astype(self._dtype_of(tap))
         return out
 
     def _dtype_of(self, tap: Tap) -> jnp.dtype:
         return jnp.dtype("float32" if self.pool else tap.dtype(self.store_dtype))
 
-    def _run(self, inputs: Inputs) -> _Run:
+    def _run(self, inputs: Inputs, shapes: str | None = None) -> _Run:
+        """`shapes`: of the only block that runs, of which taps say layer 0; None: all blocks do."""
         arch, shards = self.arch, self.shards
         tokens, positions, segments, columns, slots, sizes = inputs
         pooling = None
@@ -276,7 +302,7 @@ class Decoder:
         return _Run(
             arch, tokens, positions, segments, columns, pooling,
             tuple(rotary_angles(positions, *each) for each in frequencies),
-            attends, wanted, _heads_kept(self.taps, arch),
+            attends, wanted, _heads_kept(self.taps, arch, shapes),
             {t.site: t.shape(arch, tokens.shape[1])[-1] for t in self.taps if t.kind.largest_of},
             shards, changed_places(self.splice), self.scores_all or "attn_pattern" in wanted,
         )  # fmt: skip
@@ -384,12 +410,16 @@ def _layers_kept(run: _Run) -> dict[BufferKey, list[int]]:
     return found
 
 
-def _heads_kept(taps: tuple[Tap, ...], arch: Arch) -> dict[BufferKey, list[int]]:
+def _heads_kept(
+    taps: tuple[Tap, ...], arch: Arch, shapes: str | None
+) -> dict[BufferKey, list[int]]:
     """The heads to keep for each site, except where a tap wants all."""
     heads: dict[BufferKey, set[int]] = {}
+    whole: set[BufferKey] = set()
     for tap in taps:
-        heads.setdefault(_kept_as(tap, arch), set()).update(tap.heads)
-    whole = {_kept_as(tap, arch) for tap in taps if not tap.heads}
+        kept = _kept_as(tap, arch) if shapes is None else (tap.site, shapes)
+        heads.setdefault(kept, set()).update(tap.heads)
+        whole |= set() if tap.heads else {kept}
     return {kept: sorted(some) for kept, some in heads.items() if kept not in whole}
 
 
@@ -410,7 +440,7 @@ def _run_blocks(
     def tapped(values: SiteValues, layer: Layer) -> Buffers:
         """The kept values of the sites that this block has."""
         own = [kept for kept in sites if kept[1] == layer.shapes and kept[0] in values]
-        chosen = {kept: run.of_heads(kept, run.kept(values[kept[0]])) for kept in own}
+        chosen = {kept: run.chosen(kept, values[kept[0]]) for kept in own}
         return {kept: run.flat(run.pooled(a)).astype(dtypes[kept[0]]) for kept, a in chosen.items()}
 
     def put(buffers: Buffers, values: Buffers, slot: Buffers) -> Buffers:
@@ -424,8 +454,9 @@ def _run_blocks(
     ) -> tuple[Hidden, Buffers]:
         for layer, block in enumerate(blocks, first):
             at, kind = in_block(run.changes, layer), run.arch.layers[layer]
+            here = replace(run, running=_Running(layer, (layer,)))
             stream, lends, values = _block(
-                stream, block, kind, run, at, own_of(layer), lent.get(kind.window)
+                stream, block, kind, here, at, own_of(layer), lent.get(kind.window)
             )
             lent[kind.window] = lends or lent.get(kind.window)
             for kept, value in tapped(values, kind).items():
@@ -441,9 +472,12 @@ def _run_blocks(
         blocks, slot, number = layers
         for place, block in enumerate(blocks):
             at, kind = in_scan(run.changes, place, schedule, number), repeated[place]
-            layer = None if number is None else schedule.lead + place + schedule.period * number
+            first = schedule.lead + place
+            layer = None if number is None else first + schedule.period * number
+            alike = range(first, schedule.scanned, schedule.period)
+            here = replace(run, running=_Running(layer, alike))
             stream, _, values = _block(
-                stream, block, kind, run, at, own_of(layer), lent.get(kind.window)
+                stream, block, kind, here, at, own_of(layer), lent.get(kind.window)
             )
             own = {kept: each[place] for kept, each in slot.items()}
             buffers = put(buffers, tapped(values, kind), own)
@@ -466,7 +500,8 @@ def _run_blocks(
     if schedule.cycles:
         later = {s: v[schedule.lead :] for s, v in slots.items()}
         by_cycle = {s: jnp.asarray(v.reshape(-1, schedule.period)) for s, v in later.items()}
-        counted = run.changes or by_layer is not None
+        looks = any(SITES[site].of_chosen for site in run.wanted)
+        counted = run.changes or by_layer is not None or looks
         numbers = jnp.arange(schedule.cycles) if counted else None
         (x, buffers), _ = jax.lax.scan(cycle, (x, buffers), (params.cycle, by_cycle, numbers))
     return apart(x, buffers, params.tail, schedule.scanned)
@@ -590,6 +625,7 @@ def _attend(
         z = mixed(weights, v)
     else:
         z = run.attends[layer.chunk](q, k, v, scoring)
+    values |= _looked_at(q, k, layer, scoring, run)
     if arch.attn_gate:
         gate = jax.nn.sigmoid(linear(x, block["wg"], block.get("bg")))
         values["attn_gate"] = gate = at("attn_gate", gate.reshape(z.shape))
@@ -597,6 +633,47 @@ def _attend(
     values["z"] = z = at("z", z)
     out = linear(z.reshape(*x.shape[:2], -1), block["wo"], block.get("bo"))
     return scaled(out, arch.attn_out_scale), (k, v), values
+
+
+def _looked_at(q: Queries, k: Keys, layer: Layer, scoring: Scoring, run: _Run) -> SiteValues:
+    """Where heads look, if it is tapped: only in the tapped layers, and for the chosen heads."""
+    together: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
+    for site, layers in run.wanted.items():
+        if SITES[site].of_chosen:
+            heads = run.heads.get((site, layer.shapes)) or range(q.shape[2])
+            together.setdefault((tuple(heads), tuple(layers)), []).append(site)
+    segments, positions = chunked(run.segments, run.positions, layer.chunk)
+    order = jnp.broadcast_to(jnp.arange(q.shape[1]), segments.shape)
+    keys = TokenPlaces(order, segments, positions)
+    found: SiteValues = {}
+    for (heads, layers), sites in together.items():
+
+        def look(heads: tuple[int, ...] = heads, sites: list[str] = sites) -> SiteValues:
+            chosen = np.array(heads)
+            several = q.shape[2] // k.shape[2]
+            whole = len(heads) == q.shape[2]
+            own = scoring if whole else scoring.of_heads(chosen)
+            return attended(
+                run.kept(q if whole else q[:, :, chosen]),
+                k if whole else k[:, :, chosen // several],
+                TokenPlaces(*map(run.kept, keys)),
+                keys,
+                run.kept(run.positions),
+                own,
+                sites,
+                max(run.tops.get(site, 0) for site in sites),
+            )
+
+        here = run.running.is_among(layers)
+        if isinstance(here, bool):
+            found |= look() if here else _zeros(look)
+        else:
+            found |= jax.lax.cond(here, look, partial(_zeros, look))
+    return found
+
+
+def _zeros(function: Callable[[], SiteValues]) -> SiteValues:
+    return {n: jnp.zeros(a.shape, a.dtype) for n, a in jax.eval_shape(function).items()}
 
 
 def _rotates(layer: Layer, run: _Run) -> bool:
@@ -774,8 +851,7 @@ def _after_blocks(outer: WeightArrays, x: Hidden, run: _Run) -> SiteValues:
     has_next = (jnp.roll(run.segments, -1, axis=1) == run.segments).at[:, -1].set(False)
     following, has_next = run.kept(following), run.kept(has_next)
 
-    def predict(part: tuple[Hidden, Places, Array]) -> SiteValues:
-        hidden, targets, known = part
+    def predict(hidden: Hidden, targets: Places, known: Array) -> SiteValues:
         logits = linear(hidden.astype(head.dtype), head, outer.get("head_bias"))
         logits = scaled(logits, arch.logit_scale)
         logits = softcap(logits, arch.logit_softcap)
@@ -783,17 +859,5 @@ def _after_blocks(outer: WeightArrays, x: Hidden, run: _Run) -> SiteValues:
         return found | ({"logits": logits} if "logits" in wanted else {})
 
     rows, kept, _ = normed.shape
-    slices = min(kept, -(-rows * kept * arch.vocab_size // _HEAD_VALUES))
-    if slices == 1:
-        return out | predict((normed, following, has_next))
-    size = -(-kept // slices)
-
-    def sliced(a: Array) -> Array:
-        padded = jnp.pad(a, ((0, 0), (0, slices * size - kept), *[(0, 0)] * (a.ndim - 2)))
-        return padded.reshape(rows, slices, size, *a.shape[2:]).swapaxes(0, 1)
-
-    parts = jax.lax.map(predict, tuple(map(sliced, (normed, following, has_next))))
-    return out | {
-        site: a.swapaxes(0, 1).reshape(rows, slices * size, *a.shape[3:])[:, :kept]
-        for site, a in parts.items()
-    }
+    slices = -(-rows * kept * arch.vocab_size // _HEAD_VALUES)
+    return out | in_slices(predict, (normed, following, has_next), slices)

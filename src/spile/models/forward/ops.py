@@ -5,6 +5,7 @@ norms and rotary angles in float32, their results in the compute dtype."""
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
+from collections.abc import Callable
 from functools import partial, reduce
 from itertools import pairwise
 from typing import NamedTuple
@@ -263,3 +264,24 @@ def softcap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
 def _per_channel(values: Float[Array, "*heads width"], like: Array) -> Array:
     """Reshape to broadcast over tokens; explicit, because implicit rank promotion is forbidden."""
     return jnp.expand_dims(values, tuple(range(like.ndim - values.ndim)))
+
+
+def in_slices(
+    function: Callable[..., dict[str, Array]], arrays: tuple[Array, ...], slices: int
+) -> dict[str, Array]:
+    """Apply a function of arrays [rows, tokens, ...] to some of the tokens at a time."""
+    rows, tokens = arrays[0].shape[:2]
+    slices = min(tokens, slices)
+    if slices <= 1:
+        return function(*arrays)
+    size = -(-tokens // slices)
+
+    def cut(a: Array) -> Array:
+        padded = jnp.pad(a, ((0, 0), (0, slices * size - tokens), *[(0, 0)] * (a.ndim - 2)))
+        return padded.reshape(rows, slices, size, *a.shape[2:]).swapaxes(0, 1)
+
+    parts = jax.lax.map(lambda part: function(*part), tuple(map(cut, arrays)))
+    return {
+        name: a.swapaxes(0, 1).reshape(rows, slices * size, *a.shape[3:])[:, :tokens]
+        for name, a in parts.items()
+    }
