@@ -44,6 +44,7 @@ EXTRACTED = {
     "added": [TEXT, "--add-taps mlp_out:2"],
     "spliced": ["--corpus {in}/docs.jsonl --taps resid_post:2 "
                 "--splice steer:resid_post.0={in}/direction.npy*4"],
+    "pooled": ["--corpus {in}/chats.jsonl --messages chat --pool mean:turn --taps resid_post:1"],
     "unfinished": [f"{TEXT} --keep id --max-bytes 80k"],
     "more": ["--corpus {in}/more.jsonl --taps resid_post:1,logprob"],
 }  # fmt: skip

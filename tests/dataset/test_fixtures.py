@@ -43,7 +43,9 @@ def test_a_stored_dataset_is_sound_and_has_its_rows(kind: str, tmp_path: Path) -
     assert {"index": digest(ds.index(0, ds.num_tokens)), **found} == CONTENTS[kind]
 
 
-@pytest.mark.parametrize("kind", ["chat", "int8", "grown", "added", "dropped", "compacted"])
+@pytest.mark.parametrize(
+    "kind", ["chat", "int8", "grown", "added", "dropped", "compacted", "pooled"]
+)
 def test_a_reader_written_from_the_page_reads_it(kind: str, tmp_path: Path) -> None:
     path = unpacked(kind, tmp_path)
     ds, plain = spile.open(path), PageReader(path)

@@ -346,11 +346,9 @@ class _Comparison:
             beside, name, sparse = neighbours[tap], self._name(tap), self._sparse.get(tap)
             rows_of = self._rows_of(tap, sampled)
             truth, rounded = map(rows_of, (exact[tap], rough.get(tap, exact[tap])))
-            if beside is None:
-                other = sampled.another(exact[tap])
-                other = sparse.encode(other) if sparse else other
-            else:
-                other = rows_of(exact[beside])
+            other: Any = sampled.another(exact[tap]) if beside is None else rows_of(exact[beside])
+            if sparse and beside is None:
+                other = sparse.encode(other)
             if sparse:
                 computed = rounded
                 stored = sparse.stored(document, rows)

@@ -404,7 +404,9 @@ class WindowQueue:
         self._parts += output.num_rows
         merged = self._mergers
         sources = {tap: merged[tap].source if merged else tap for tap in self._view.taps}
-        rows = {tap: list(output.pieces_of(source)) for tap, source in sources.items()}
+        rows: dict[str, Sequence[tuple[np.ndarray, np.ndarray | None]]] = {
+            tap: list(output.pieces_of(source)) for tap, source in sources.items()
+        }
         count = output.num_rows
         for tap, pieces in rows.items() if self._mergers else ():
             found, _ = self._mergers[tap].add(np.concatenate([parts for parts, _ in pieces]))
@@ -485,7 +487,7 @@ class WindowQueue:
 
 
 def _copy(
-    rows: Mapping[str, list[tuple[np.ndarray, np.ndarray | None]]],
+    rows: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray | None]]],
     chosen: np.ndarray,
     buffer: WindowBuffer,
     at: int,

@@ -8,7 +8,8 @@ none on GPUs.)
 """
 
 # Strict, but for values that jax's own types leave unknown.
-# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import math
 from dataclasses import dataclass
