@@ -82,8 +82,12 @@ def test_means_and_variances_are_numpys_of_each_labels_rows(
     assert direction.rows == dense.rows and f"'red' ({dense.rows['red']:,} tokens)" in repr(
         direction
     )
-    with pytest.raises(spile.ConfigError, match="sums by label"):
-        spile.direction(ds, "red", "blue", "resid_post.1", whiten=True)
+    assert (
+        spile.direction(ds, "red", "blue", "resid_post.1", by="label").values == direction
+    ).all()
+    for options in ({"whiten": True}, {"over": "documents"}, {"by": "year"}, {"where": "pos"}):
+        with pytest.raises(spile.ConfigError, match="sums by label"):
+            spile.direction(ds, "red", "blue", "resid_post.1", **options)
     assert ds.num_units == tokens.num_units > 2 and len(ds) == 2 * ds.num_units
     check_sound(tmp_path / "out")
 

@@ -391,7 +391,7 @@ def test_pooled_rows_are_listed_with_labels_and_nearest_rows(
         listed = page.locator("table.rows tbody tr")
         expect(listed).to_have_count(24)
         expect(page.locator("table.rows thead th")).to_have_text(
-            ["Row", "Span", "Tokens", "parity", "Text"]
+            ["Row", "Span", "Text", "Tokens", "parity"]
         )
         expect(page.locator("article h2")).to_have_text("Document 0, span 0")
         page.keyboard.press("j")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -161,6 +162,8 @@ def test_numpy_takes_a_direction_as_an_array(tmp_path: Path) -> None:
     assert np.array_equal(4 * found, 4 * saved) and type(4 * found) is np.ndarray
     assert np.array_equal(ds.read(TAP, 0, 9) @ found, ds.read(TAP, 0, 9) @ saved)
     assert np.asarray(found, np.float64).dtype == np.float64 and len(found) == 6
+    steered = spile.added(found)(jnp.ones((1, 2, 6), jnp.float32))
+    assert np.array_equal(steered[0, 1], 1 + found.values)
     assert repr(found).startswith(f"<spile direction: {TAP}, 'odd' (3 documents, ")
     assert "minus 'even' (4 documents, " in repr(found)
 
@@ -219,7 +222,7 @@ def test_rows_without_a_mean_or_a_difference_are_refused(tmp_path: Path) -> None
 
     with np.errstate(invalid="ignore"):
         broken, equal = build("broken", np.inf), build("equal", 2.0)
-    with pytest.raises(DataError, match="rows of resid_post.0 hold NaN or infinity"):
+    with pytest.raises(DataError, match="resid_post.0: rows hold NaN or infinity"):
         spile.direction(broken, "odd", "even", TAP, by=parity(broken))
     with pytest.raises(ConfigError, match="the means of 'odd' and 'even' are equal"):
         spile.direction(equal, "odd", "even", TAP, by=parity(equal))

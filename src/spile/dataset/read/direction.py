@@ -16,7 +16,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from spile.core.errors import ConfigError, DataError
 from spile.core.options import listed
-from spile.core.pool import is_reduced, reduces
+from spile.core.pool import Pool, is_reduced, reduces
 from spile.dataset.codec.quantization import DECODED
 from spile.dataset.read.choice import RowChoice, row_choice
 from spile.dataset.read.dataset import Dataset
@@ -42,8 +42,8 @@ class Direction(NDArrayOperatorsMixin):
         values: the vector in float32, in the shape of a row. Adding it once moves a row along the
             direction by the distance between the means of the two groups.
         tap: where its rows come from.
-        documents: how many documents were used, by label; empty if the dataset holds only sums.
-        rows: how many rows, by label.
+        documents: how many documents were used, by label; none if the dataset holds sums.
+        rows: how many rows, by label; if it holds sums, how many tokens.
         shrinkage: of the covariance, from 0 to 1; None without `whiten`.
     """
 
@@ -87,7 +87,7 @@ def direction(
     tap: str,
     *,
     by: str | Sequence[Label] | np.ndarray | None = None,
-    over: MeanOver = "documents",
+    over: MeanOver | None = None,
     where: str | None = None,
     whiten: bool = False,
 ) -> Direction:
@@ -100,10 +100,11 @@ def direction(
         by: the kept column that holds the labels; or one label for each document that has rows, in
             the order of `ds.columns`, as in `by=ds.columns("year") >= 1900`. It may be left out if
             exactly one kept column has both values.
-        over: what the means are over. "documents": each document counts once, with the mean of its
-            tokens. "tokens": each token counts once, so that long documents count for more. Rows
-            of a dataset made with `--pool mean` count as the tokens that they stand for, and those
-            of `max`, `last` and `first` as one. Means that `--reduce` stored are over tokens.
+        over: what the means are over. "documents", the default: each document counts once, with
+            the mean of its tokens. "tokens": each token counts once, so that long documents count
+            for more. Rows of a dataset made with `--pool mean` count as the tokens that they stand
+            for, and those of `max`, `last` and `first` as one. The sums of `--reduce` are over
+            tokens; they take no other options.
         where: the rows to use, as in `ds.batches`: "not special and pos >= 1".
         whiten: return the direction of linear discriminant analysis: the inverse of the covariance
             within the groups, times the difference. The covariance is shrunk by the formula of
@@ -119,15 +120,11 @@ def direction(
             f"{tap}: place k of a row is its k-th largest, whichever that is, so that a mean over "
             "rows has no meaning"
         )
+    if is_reduced(ds.recipe.pool):
+        return _of_sums(ds, positive, negative, tap, by, over, plain=not where and not whiten)
+    over = over or "documents"
     if over not in get_args(MeanOver):
         raise ConfigError(f"means are over 'documents' or 'tokens', not over {over!r}")
-    if is_reduced(ds.recipe.pool):
-        if by is not None or where is not None or whiten:
-            raise ConfigError(
-                f"{ds.url}: holds sums by label, so its rows cannot be chosen again, and have no "
-                "covariance; leave out by, where and whiten"
-            )
-        return _between_sums(ds, positive, negative, tap)
     if ds.recipe.pool and over == "tokens" and (whiten or reduces(ds.recipe.pool) != "mean"):
         raise ConfigError(
             f"{ds.url}: was made with --pool {ds.recipe.pool}, so that tokens have no "
@@ -136,13 +133,7 @@ def direction(
         )
     groups = _groups(ds, positive, negative, by, where)
     means = _means(ds, tap, groups, over)
-    difference = means[0] - means[1]
-    if not np.isfinite(difference).all():
-        raise DataError(
-            f"{ds.url}: rows of {tap} hold NaN or infinity, so the mean is not a number"
-        )
-    if np.abs(difference).max() <= _ROUNDING * np.abs(means).max():
-        raise ConfigError(f"{tap}: the means of {positive!r} and {negative!r} are equal")
+    difference = _difference(means, f"{ds.url}: {tap}", positive, negative)
     shrinkage = None
     if whiten:
         difference, shrinkage = _whitened(difference, _samples(ds, tap, groups, over, means), tap)
@@ -156,13 +147,38 @@ def direction(
     )
 
 
-def _between_sums(ds: Dataset, positive: Label, negative: Label, tap: str) -> Direction:
-    """Return the direction between two labels of `--reduce`."""
-    found = ds.reduced(tap)
-    rows = dict(zip(found.labels, found.counts.tolist(), strict=True))
-    difference = (found[positive] - found[negative]).astype(DECODED)
-    of_labels = {label: rows[label] for label in (positive, negative)}
-    return Direction(difference, tap, {}, of_labels, None)
+def _difference(means: np.ndarray, where: str, positive: Label, negative: Label) -> np.ndarray:
+    found = means[0] - means[1]
+    if not np.isfinite(found).all():
+        raise DataError(f"{where}: rows hold NaN or infinity, and so would the mean")
+    if np.abs(found).max() <= _ROUNDING * np.abs(means).max():
+        raise ConfigError(f"{where}: the means of {positive!r} and {negative!r} are equal")
+    return found
+
+
+def _of_sums(
+    ds: Dataset,
+    positive: Label,
+    negative: Label,
+    tap: str,
+    by: object,
+    over: str | None,
+    *,
+    plain: bool,
+) -> Direction:
+    """Return the difference of two means that `--reduce` stored."""
+    sums, columns = ds.reduced(tap), ",".join(Pool.parse(ds.recipe.pool or "").labels or ())
+    named = by is None or (isinstance(by, str) and by == columns)
+    if not named or over not in (None, "tokens") or not plain:
+        raise ConfigError(
+            f"{ds.url}: holds sums by label, over tokens, and neither rows nor covariances; "
+            "leave out by, over, where and whiten, or extract with --pool mean"
+        )
+    means = np.stack([sums[positive], sums[negative]])
+    found = _difference(means, f"{ds.url}: {tap}", positive, negative)
+    counts = dict(zip(sums.labels, sums.counts.tolist(), strict=True))
+    rows = {label: counts[label] for label in (positive, negative)}
+    return Direction(found.astype(DECODED), tap, {}, rows, None)
 
 
 @dataclass(frozen=True)

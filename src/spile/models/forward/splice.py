@@ -35,13 +35,16 @@ Changes = Mapping[Tap, Change]
 At = Callable[[str, Array], Array]  # a site and its values -> the values to continue with
 
 
-def replaced(values: Array) -> Change:
-    """Replace values by these: [rows, seq, ...], or an array that broadcasts to that."""
+def replaced(values: Any) -> Change:
+    """Replace values by these: [rows, seq, ...], or an array that broadcasts to that.
+
+    Arrays are of JAX or numpy, or what numpy takes as one.
+    """
     return Partial(_replace, jnp.asarray(values))
 
 
-def added(values: Array) -> Change:
-    """Add a vector, or any array that broadcasts (steering)."""
+def added(values: Any) -> Change:
+    """Add a vector, as `spile.direction` returns it, or any array that broadcasts (steering)."""
     return Partial(_add, jnp.asarray(values))
 
 

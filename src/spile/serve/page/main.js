@@ -85,6 +85,7 @@ function missing(view) {
   const { dataset } = page;
   if (!dataset) return null;
   if (KINDS[view] && !page.taps(KINDS[view]).length) return KINDS[view] === 'latents' ? 'No tap of this dataset holds latents.' : 'Every tap of this dataset holds latents; this view is of dense rows.';
+  if (dataset.pool?.startsWith('reduce') && ['labels', 'pooled'].includes(view)) return 'This dataset holds sums by label, and no rows: read them with ds.reduced.';
   if (view === 'labels' && !dataset.columns.length) return 'No column was kept of the corpus: extract with --keep.';
   if (view === 'pooled' && !dataset.pool) return 'The rows of this dataset are tokens, not pooled.';
   return null;

@@ -33,12 +33,12 @@ export function view(page) {
 
   function draw() {
     tools.replaceChildren(select('Tap', page.taps('dense').map((each) => [each.name, each.name]), tap(), (value) => page.set({ tap: value })));
-    const heads = ['Row', ...(spans() ? ['Span'] : []), 'Tokens', ...page.dataset.columns, 'Text'];
+    const heads = ['Row', ...(spans() ? ['Span'] : []), 'Text', 'Tokens', ...page.dataset.columns];
     head.replaceChildren(...heads.map((name) => h('th', { scope: 'col' }, name)));
     body.replaceChildren(...rows.map((each) => h('tr', { className: key(each) === chosen() ? 'chosen' : '' },
       h('td', {}, h('button', { type: 'button', className: 'link', ariaCurrent: key(each) === chosen() ? 'true' : null, title: `document ${each.doc}`, onclick: () => page.set({ row: key(each) }) }, each.doc)),
-      spans() ? h('td', { className: 'number' }, each.span) : null,
-      h('td', { className: 'number' }, count(each.count)), labels(each), h('td', {}, preview(each)))));
+      spans() ? h('td', { className: 'number' }, each.span) : null, h('td', {}, preview(each)),
+      h('td', { className: 'number' }, count(each.count)), labels(each))));
     body.querySelector('.chosen')?.scrollIntoView({ block: 'nearest' });
   }
 
@@ -55,8 +55,8 @@ export function view(page) {
       h('h3', {}, 'Nearest rows'),
       h('p', { className: 'quiet' }, `By cosine, less the mean row, among ${count(told.of)} sampled rows.`),
       h('div', { className: 'scroll' }, h('table', { className: 'ends near' }, h('tbody', {}, told.near.map((each) => h('tr', {},
-        h('td', { className: 'number' }, each.cosine.toFixed(3)), labels(each),
-        h('td', {}, h('a', { href: page.link('pooled', { ...page.state, tap: told.tap, row: key(each) }), title: `document ${each.doc}, span ${each.span}` }, preview(each)))))))),
+        h('td', { className: 'number' }, each.cosine.toFixed(3)),
+        h('td', {}, h('a', { href: page.link('pooled', { ...page.state, tap: told.tap, row: key(each) }), title: `document ${each.doc}, span ${each.span}` }, preview(each))), labels(each)))))),
       h('h3', {}, 'Values that stand out'),
       h('div', { className: 'scroll' }, h('table', { className: 'values' }, h('thead', {}, h('tr', {}, ['Channel', 'Value', 'Mean of all', 'Deviations'].map((name) => h('th', { scope: 'col', className: 'number' }, name)))),
         h('tbody', {}, told.channels.map((each) => h('tr', {}, [each.channel, short(each.value), short(each.mean), short(each.beyond)].map((value) => h('td', { className: 'number' }, value))))))));
