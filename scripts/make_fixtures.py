@@ -45,6 +45,8 @@ EXTRACTED = {
     "spliced": ["--corpus {in}/docs.jsonl --taps resid_post:2 "
                 "--splice steer:resid_post.0={in}/direction.npy*4"],
     "pooled": ["--corpus {in}/chats.jsonl --messages chat --pool mean:turn --taps resid_post:1"],
+    "tops": ["--corpus {in}/docs.jsonl --taps top_logits,attn_top:1.h0+h2,attn_summary:2 "
+             "--top-logits 5 --attn-top 3"],
     "unfinished": [f"{TEXT} --keep id --max-bytes 80k"],
     "more": ["--corpus {in}/more.jsonl --taps resid_post:1,logprob"],
 }  # fmt: skip

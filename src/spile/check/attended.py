@@ -15,11 +15,11 @@ def attended(weights: np.ndarray, top: int, *, sink: bool) -> dict[str, np.ndarr
     found = np.take_along_axis(weights, keys, axis=-1)
     keys = np.where(found > 0, keys, -1)  # (an invisible key has no weight)
     missing = [(0, 0), (0, 0), (0, top - keys.shape[-1])]
-    at = np.arange(tokens)
-    ago = (at[:, None] - at[None, :])[:, None]
+    at: np.ndarray = np.arange(tokens)
+    ago: np.ndarray = at[:, None] - at[None, :]
     logs = np.log(np.where(weights > 0, weights, 1.0))
     entropy = -(weights * logs).sum(axis=-1)
-    of_keys = weights.sum(axis=-1)
+    of_keys: np.ndarray = weights.sum(axis=-1)
     if sink:
         rest = np.maximum(1.0 - of_keys, 0.0)
         entropy = entropy - rest * np.log(np.where(rest > 0, rest, 1.0))
@@ -27,7 +27,7 @@ def attended(weights: np.ndarray, top: int, *, sink: bool) -> dict[str, np.ndarr
     before[1:] = weights[at[1:], :, at[:-1]]
     parts = (
         entropy, weights[..., 0], weights[at, :, at], before,
-        (weights * ago).sum(axis=-1) / of_keys,
+        np.einsum("thk,tk->th", weights, ago) / of_keys,
     )  # fmt: skip
     return {
         "attn_top_keys": np.pad(keys, missing, constant_values=-1),

@@ -338,7 +338,7 @@ class _Comparison:
         rows, places = sampled.rows, sampled.places
         suspected: dict[str, Any] = {}
 
-        def of_tap(tap: str, values: np.ndarray, tokens: np.ndarray | None = None) -> np.ndarray:
+        def of_tap(tap: str, values: Any, tokens: np.ndarray | None = None) -> np.ndarray:
             tokens = np.arange(len(values)) if tokens is None else tokens
             return comparable(tap, values, tokens, exact)
 

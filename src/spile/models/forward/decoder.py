@@ -101,7 +101,7 @@ class _Running:
         chosen = [layer for layer in self.of if layer in layers]
         if len(chosen) in (0, len(self.of)):
             return bool(chosen)
-        return (self.layer == jnp.asarray(chosen)).any()
+        return jnp.any(jnp.asarray(self.layer) == jnp.asarray(chosen))
 
 
 @dataclass(frozen=True)
