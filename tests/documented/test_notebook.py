@@ -1,6 +1,7 @@
 """The notebooks run unchanged, and their stored output is that of a run."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -54,11 +55,18 @@ def test_the_notebook_finds_a_feature(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_notebook_for_free_gpus_measures_float16(tmp_path: Path) -> None:
-    _, extracted, measured, directions = map(printed, executed(FREE, tmp_path))
+    cells = executed(FREE, tmp_path)
+    _, extracted, measured, directions, probed = map(printed, cells)
     assert "rows of 576 values, computed in float16" in extracted
     means = {line.split()[0]: float(line.split()[2].rstrip(",")) for line in measured.splitlines()}
     assert means["float16"] < 2e-3 and means["float16"] < means["bfloat16"] / 4
     assert len(directions.splitlines()) == 9
+    held, right = probed.splitlines()
+    assert held.startswith("32 speeches held out, ")
+    assert min(map(int, re.findall(r"(\d+)%", right))) > 75
+    shown = [output.get("data", {}) for output in cells[-1]["outputs"]]
+    (drawn,) = (data["image/svg+xml"] for data in shown if "image/svg+xml" in data)
+    assert len(re.findall(r"\d+,\d+", "".join(drawn))) == 30, "a point for each layer"
 
 
 @pytest.mark.parametrize("notebook", [NOTEBOOK, FREE], ids=lambda path: path.stem)
