@@ -92,6 +92,7 @@ class Scratch:
         chats = [[{"role": "user", "content": text}] for text in texts]
         columns = {"text": texts, "language": ["en"] * 8, "score": [4.0] * 8}
         for name, table in {
+            "prompts/0.parquet": pa.table({"text": texts, "label": ["harmless", "refusal"] * 4}),
             "texts/0.parquet": pa.table({**columns, "conversations": chats}),
             "tokenized/0.parquet": pa.table({"input_ids": [[256, *range(30)]] * 8}),
         }.items():

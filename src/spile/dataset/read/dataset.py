@@ -156,7 +156,7 @@ class Dataset:
 
     @property
     def num_tokens(self) -> int:
-        """The number of rows of every tap: one for each kept token."""
+        """The number of rows of every tap: one for each kept token (with --pool, each span)."""
         return self._stored.count
 
     @property
@@ -310,7 +310,11 @@ class Dataset:
         self._stored.fill(tap, self._stored.pieces(tap, start, start + len(out)), out)
 
     def index(self, start: int, stop: int) -> np.ndarray:
-        """Return the index entries of rows start..stop: token_id, doc, offset, pos, flags."""
+        """Return the index entries of rows start..stop: token_id, doc, offset, pos, flags.
+
+        Those of a dataset made with --pool also have span, start and count: the number of the row's
+        span in its document, the offset of its first token, and how many tokens it has.
+        """
         return self._stored.index(*self._bounds(start, stop))
 
     def index_table(self, start: int = 0, stop: int | None = None) -> Any:
