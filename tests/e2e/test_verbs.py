@@ -18,7 +18,7 @@ from spile.core.tensors import map_tensor, read_header
 from spile.corpus.tokenize import TextTokenizer
 from spile.dataset.records.ledger import Ledger
 from spile.models.files.checkpoint import open_checkpoint, read_arch
-from spile.models.sites import SITES
+from spile.models.sites import GROUPS, SITES
 from spile.models.taps import all_taps
 from spile.objects import LocalObjects
 from spile.run.pipeline import display
@@ -108,13 +108,13 @@ def test_taps_lists_each_layer_on_request_and_always_as_json(published: Path) ->
     keys = {"name", "shape", "dtype", "bytes", "meaning", "aliases"}
     for entry in entries:
         assert {*entry} == keys
-        size = {"bfloat16": 2, "int16": 2, "float32": 4}[entry["dtype"]]
+        size = {"bfloat16": 2, "int16": 2, "int32": 4, "float32": 4}[entry["dtype"]]
         assert entry["bytes"] == np.prod(entry["shape"], dtype=int) * size
         assert entry["meaning"] == SITES[entry["name"].split(".")[0]].meaning
     assert "blocks.3.hook_resid_post" in by_name["resid_post.3"]["aliases"]
     assert "hidden_states[4]" in by_name["resid_post.3"]["aliases"]
     assert by_name["logprob"]["dtype"] == "float32"
-    assert all(entry["dtype"] == "int16" for name, entry in by_name.items() if "ids" in name)
+    assert all(entry["dtype"] == "int16" for name, entry in by_name.items() if "expert_ids" in name)
 
 
 def test_taps_needs_no_weights_and_neither_jax_nor_torch(tmp_path: Path) -> None:
@@ -149,7 +149,8 @@ def test_help_names_every_site(verb: str) -> None:
     result = run(verb, "--help-all")
     (listed,) = re.findall(r"\nsites:(.*?)\nlayers:", result.out, re.DOTALL)
     assert result.code == 0
-    assert {*re.findall(r"\w+", listed)} - {"and", "without", "layers"} == {*SITES}
+    words = {"and", "without", "layers", "stands", "for"}
+    assert {*re.findall(r"\w+", listed)} - words == {*SITES, *GROUPS}
     layered, bare = listed.split("and, without layers:")
     assert {*layered.split()} == {name for name, site in SITES.items() if site.layered}
     assert {*bare.split()} == {name for name, site in SITES.items() if not site.layered}

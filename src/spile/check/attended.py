@@ -1,5 +1,9 @@
 """Where heads look, from the attention weights that HF returns."""
 
+# Strict, but for values that numpy's own types leave unknown.
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
+
 import numpy as np
 
 
