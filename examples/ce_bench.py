@@ -1,7 +1,7 @@
 """CE-Bench's figures of a sparse autoencoder, from the mean latents of contrastive stories.
 
     spile extract --model demo --corpus 'examples/ce_bench.py:stories(path="pairs.jsonl")' \
-        --taps resid_post:9 --encode sae --latents 1024 --out acts/pairs
+        --taps resid_post:9 --encode sae --latents 1024 --pool mean --out acts/pairs
     python examples/ce_bench.py acts/pairs --tap resid_post.9
 
 CE-Bench (Gulko, Peng and Kumar 2025, https://arxiv.org/abs/2509.00691) asks whether latents tell
@@ -14,8 +14,8 @@ the mean over all pairs of the largest standardized value over all latents:
   the published code subtracts zeros instead; `--average` does what the paper says;
 * interpretability: both distances added.
 
-The mean of a latent is over all tokens, so that no latent may be left out: `--latents` must be as
-large as the number that can be active.
+The mean of a latent is over all tokens, and every latent counts: give `--latents` the number of all
+latents of the encoder, so that the whole mean of each story is stored.
 """
 
 import argparse
@@ -28,8 +28,6 @@ import numpy as np
 import spile
 from spile.core.errors import SpileError
 
-WINDOW = 4096  # rows to read at a time
-
 
 def stories(path: str) -> Iterator[dict[str, object]]:
     """Yield the stories of all pairs, as a program for `--corpus`."""
@@ -41,22 +39,18 @@ def stories(path: str) -> Iterator[dict[str, object]]:
                 yield {"text": record[f"story{story}"], **about}
 
 
-def mean_latents(ds: spile.Dataset, tap: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean of all latents over each document [documents, latents], and its tokens."""
-    docs, values = ds.columns("doc"), f"{tap.replace('.', '_latents.')}"
-    cut = ds.statistics(values).truncated
+def mean_latents(ds: spile.Dataset, tap: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the documents, the mean of all latents over each of them, and its tokens."""
+    if ds.recipe.pool != "mean":
+        raise SpileError(f"{ds.url}: does not hold means of documents; extract with --pool mean")
+    found, index = ds.latents(tap, 0, ds.num_tokens), ds.index(0, ds.num_tokens)
+    cut = ds.statistics(tap.replace(".", "_latents.")).truncated
     if cut:
         raise SpileError(
-            f"{ds.url}: in {cut:,} rows more latents were active than were stored; extract with "
-            f"--latents {ds.num_latents(values)}"
+            f"{ds.url}: in {cut:,} documents more latents were active than were stored; extract "
+            f"with --latents {found.width}"
         )
-    sums, tokens = np.zeros((len(docs), ds.num_latents(values))), np.zeros(len(docs))
-    for start in range(0, ds.num_tokens, WINDOW):
-        found = ds.latents(tap, start, start + WINDOW)
-        places = np.searchsorted(docs, ds.index(start, start + WINDOW)["doc"])
-        np.add.at(sums, (places[found.rows], found.ids), found.values)
-        tokens += np.bincount(places, minlength=len(docs))
-    return sums / tokens[:, None], tokens
+    return index["doc"], found.dense().astype(np.float64), index["count"]
 
 
 def figures(
@@ -83,9 +77,11 @@ def largest(distances: np.ndarray) -> np.ndarray:
 
 def measured(ds: spile.Dataset, tap: str, average: bool) -> tuple[dict[str, float], int]:
     """Return the figures of a dataset of pairs, and the number of pairs."""
-    means, tokens = mean_latents(ds, tap)
-    pair, story = ds.columns("pair"), ds.columns("story")
-    sides = [np.flatnonzero(story == side)[np.argsort(pair[story == side])] for side in (1, 2)]
+    docs, means, tokens = mean_latents(ds, tap)
+    own = np.searchsorted(ds.columns("doc"), docs)
+    pair, story = ds.columns("pair")[own], ds.columns("story")[own]
+    sides = [np.flatnonzero(story == side) for side in (1, 2)]
+    sides = [side[np.argsort(pair[side])] for side in sides]
     if not np.array_equal(pair[sides[0]], pair[sides[1]]):
         raise SpileError(f"{ds.url}: some pair lacks a story; extract all documents")
     first, second = (means[side] for side in sides)

@@ -111,6 +111,9 @@ class Scratch:
         (folder / "mine.py").write_text(
             'def documents():\n    for n in range(6):\n        yield f"text number {n}"\n'
         )
+        shutil.copy(ROOT / "examples/ce_bench.py", folder)
+        stories = {"story1": texts[0], "story2": texts[1], "subject": "letters"}
+        (folder / "pairs.jsonl").write_text(json.dumps(stories) + "\n")
         (folder / "arc/training").mkdir(parents=True)
         for name, task in arc_tasks().items():
             (folder / f"arc/training/{name}.json").write_text(json.dumps(task))

@@ -14,13 +14,13 @@ import spile
 from support import saes, tiny
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ce_bench.py"
-TAP, DENSE = "resid_post.1", "resid_pre.2"  # the same values, encoded and dense
+TAP = "resid_post.1"
 LATENTS = 80
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Stories, with dense rows of their tokens and all of their latents; and with a few latents."""
+    """Stories, with dense rows of their tokens, and with all and a few of their mean latents."""
     folder, rng = tmp_path_factory.mktemp("ce_bench"), np.random.default_rng(0)
     with (folder / "pairs.jsonl").open("w") as file:
         for number in range(5):
@@ -28,11 +28,12 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             file.write(json.dumps({**texts, "subject": f"subject {number}"}) + "\n")
     corpus = f"{EXAMPLE}:stories(path={str(folder / 'pairs.jsonl')!r})"
     recipe = spile.Recipe(
-        model=str(tiny.write_model(folder / "model")), corpus=corpus, taps=f"{TAP},{DENSE}",
+        model=str(tiny.write_model(folder / "model")), corpus=corpus, taps=TAP,
         seq_len=128, compute_dtype="float32", store_dtype="float32",
     )  # fmt: skip
+    spile.extract(recipe, str(folder / "dense"))
     saes.write_sae(folder / "sae", "standard", latents=LATENTS)
-    encoded = replace(recipe, encode=f"{TAP}={folder / 'sae'}")
+    encoded = replace(recipe, encode=str(folder / "sae"), pool="mean")
     spile.extract(replace(encoded, latents=LATENTS), str(folder / "latents"))
     spile.extract(replace(encoded, latents=4), str(folder / "few"))
     return folder
@@ -40,12 +41,12 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def by_the_formula(folder: Path, average: bool) -> list[float]:
     """Pair by pair and token by token, as the published code goes through them."""
-    ds = spile.open(folder / "latents")
+    ds = spile.open(folder / "dense")
     tensors = saes.random_tensors("standard", latents=LATENTS)
     wide = {name: values.astype(np.float64) for name, values in tensors.items()}
     stories: dict[tuple[int, int], np.ndarray] = {}
     for doc in range(10):
-        rows = ds.document(doc)[DENSE].astype(np.float64) - wide["b_dec"]
+        rows = ds.document(doc)[TAP].astype(np.float64) - wide["b_dec"]
         about = ds.about(doc)
         found = np.maximum(rows @ wide["W_enc"] + wide["b_enc"], 0)
         stories[about["pair"], about["story"]] = found
@@ -79,3 +80,5 @@ def test_what_is_printed_and_what_is_refused(
     assert printed == pytest.approx(by_the_formula(pairs, False), abs=1e-4)
     with pytest.raises(SystemExit, match="more latents were active than were stored; .* 80"):
         example.main([str(pairs / "few"), "--tap", TAP])
+    with pytest.raises(SystemExit, match="does not hold means of documents; .* --pool mean"):
+        example.main([str(pairs / "dense"), "--tap", TAP])
