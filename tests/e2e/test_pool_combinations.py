@@ -12,6 +12,7 @@ import spile
 from chaos.harness import Work, check_same, launch, run
 from e2e.test_growth import by_name, documents, extract, sound
 from e2e.test_growth import check_same as check_same_documents
+from spile.check.compare import check
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import DataError, DriftError
 from spile.dataset.maintain.assemble import merge
@@ -21,6 +22,7 @@ from spile.dataset.maintain.shuffle import shuffle
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import drop_taps
 from spile.objects import LocalObjects
+from support import families, tiny
 
 POOLED: dict[str, Any] = {"pool": "mean", "taps": "resid_post:0"}
 Rows = dict[str, dict[str, np.ndarray]]
@@ -182,3 +184,20 @@ def test_a_value_that_is_not_finite_ends_the_run_and_its_token_is_named(
     rows = ds.read("embed")
     assert np.isfinite(rows[~broken]).all() and np.isnan(rows[broken]).any()
     assert ds.statistics("embed").nonfinite == np.count_nonzero(~np.isfinite(rows))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("pack", ["ffd", "none"])
+@pytest.mark.parametrize("family", ["gpt2", "gemma2-gqa", "mixtral-gqa", "mamba2"])
+def test_pooled_rows_of_a_family_are_those_of_hf_pooled_in_float64(
+    family: str, pack: str, corpus: Path, tmp_path: Path
+) -> None:
+    families.save(families.randomised(families.FAMILIES[family]), tmp_path / "model")
+    tiny.write_tokenizer(tmp_path / "model")
+    recipe = Recipe(
+        model=str(tmp_path / "model"), corpus=str(corpus), taps="resid_post:all,logprob",
+        seq_len=32, compute_dtype="float32", pool="mean", pack=pack, max_docs=12,
+    )  # fmt: skip
+    spile.extract(recipe, str(tmp_path / "out"))
+    checked = check(str(tmp_path / "out"), samples=2)
+    assert checked.ok and max(tap.error for tap in checked.taps.values()) < 2e-5
