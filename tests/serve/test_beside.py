@@ -1,5 +1,6 @@
 """What is stored of a token beside its rows: next tokens with probabilities, and keys of heads."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,10 @@ import pytest
 import spile
 from spile.core.errors import ConfigError
 from spile.dataset.read.dataset import Dataset
+from spile.objects import LocalObjects
 from spile.serve.beside import attended, has_next, keys, next_tokens
 from spile.serve.documents import PageTexts
+from spile.serve.routes import Answers
 from support import web_page
 
 TEXTS = ["first text", "another one"]
@@ -48,6 +51,19 @@ def test_keys_are_tokens_of_the_same_context(ds: Dataset, texts: PageTexts) -> N
     own = keys(ds, texts, ds.document(1), 10, TAP, 2)["keys"]
     assert [(key["offset"], key["weight"]) for key in own] == [(10, 0.5), (9, 0.25)]
     assert [key["offset"] for key in keys(ds, texts, ds.document(1), 8, TAP, 2)["keys"]] == [8]
+
+
+def test_other_views_leave_out_what_keeps_the_largest(ds: Dataset) -> None:
+    """Place k of such a row is the k-th largest, whichever that is."""
+    objects = LocalObjects(Path(ds.url))
+    with closing(Answers(objects, lambda: ds, tokenizer=None, most_bytes=1 << 30)) as page:
+        told = page.routes["dataset"]({})
+        assert [tap["name"] for tap in told["taps"]] == ["resid_post.1", "next_rank"]
+        assert told["next"] and told["attended"] == [{"tap": TAP, "heads": [0, 2]}]
+        assert page.routes["positions"]({})["tap"] == "resid_post.1"
+        for route in ("positions", "channels"):
+            with pytest.raises(ConfigError, match=TAP):
+                page.routes[route]({"tap": TAP})
 
 
 def test_keys_without_a_row_have_no_text(tmp_path: Path, model: Path) -> None:

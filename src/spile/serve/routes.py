@@ -224,7 +224,9 @@ class Answers:
     def _positions(self, asked: Parameters) -> dict[str, Any]:
         tap = self._tap(asked)
         with self.digest.lock:
-            moments = {**self.digest.moments, **self.digest.latents}[tap]
+            moments = {**self.digest.moments, **self.digest.latents}.get(tap)
+            if moments is None:
+                raise ConfigError(f"{tap} holds ranks, which have no norms")
             norms, rows = moments.norms_at.copy(), moments.rows_at.copy()
         edges = _edges(int(np.flatnonzero(rows)[-1]) + 1 if rows.any() else 0)
         bins = [
@@ -429,7 +431,8 @@ class Answers:
     def _tap(self, asked: Parameters) -> str:
         """Return the requested tap, or the first; for an encoded tap, the tap of its values."""
         dataset = self.explorer.dataset
-        tap = asked.get("tap") or dataset.taps[0]
+        every = {**self.digest.moments, **self.digest.latents}
+        tap = asked.get("tap") or next(tap for tap in dataset.taps if tap in every)
         pair = pair_of(dataset, tap)
         return pair[0] if pair else dataset.name(tap)
 
@@ -437,7 +440,9 @@ class Answers:
         dense = self.digest.moments
         tap = self._tap(asked) if asked.get("tap") else next(iter(dense), self._tap(asked))
         if tap not in dense:
-            raise ConfigError(f"{tap} holds latents, which have no channels; see the page Latents")
+            latents = tap in self.digest.latents
+            told = "latents, which have no channels; see the page Latents"
+            raise ConfigError(f"{tap} holds {told if latents else 'ranks, which have no channels'}")
         return tap
 
     def _latent_tap(self, asked: Parameters) -> str:
