@@ -62,6 +62,7 @@ def test_a_pooled_dataset_grows_gains_taps_and_is_copied(model: Path, tmp_path: 
     assert spile.open(out).taps == ["resid_post.0"]
 
 
+@pytest.mark.full
 def test_like_makes_pooled_rows_beside_those_of_tokens(model: Path, tmp_path: Path) -> None:
     corpora = [documents(tmp_path / f"{n}.jsonl", ids, n) for n, ids in enumerate(("abc", "defg"))]
     tokens, out = tmp_path / "tokens", tmp_path / "out"
@@ -78,6 +79,7 @@ def test_like_makes_pooled_rows_beside_those_of_tokens(model: Path, tmp_path: Pa
     np.testing.assert_allclose(rows.rows, dense.rows, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.full
 def test_a_stopped_run_goes_on_to_the_same_bits(model: Path, corpus: Path, tmp_path: Path) -> None:
     recipe = Recipe(
         model=str(model), corpus=str(corpus), taps="resid_post:1,logprob", seq_len=32,
@@ -143,6 +145,7 @@ def test_pooled_rows_are_streamed_read_in_batches_and_exported(
     spile.export(ds, tmp_path / "parquet", to="parquet")
 
 
+@pytest.mark.full
 def test_a_splice_changes_what_is_pooled(model: Path, corpus: Path, tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "model": str(model), "corpus": str(corpus), "taps": "resid_post:2", "max_docs": 12,

@@ -127,6 +127,7 @@ def test_two_processes_make_what_one_makes_and_only_the_first_reports(
     assert min(rows.values()) > 0.2 * sum(rows.values()), rows
 
 
+@pytest.mark.full
 def test_two_processes_pool_what_one_pools_and_the_first_writes_it(
     made: Made, tmp_path: Path
 ) -> None:
