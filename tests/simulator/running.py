@@ -326,7 +326,7 @@ class Run:
             if each.outcome == "ok" and each.op.kind == "copy":
                 # (A copy has what others have left of commands that were killed there.)
                 self._undone[each.op.place] |= self._undone[each.op.of[0]]
-        self._clear_up(ran, before, changed)
+        mended = self._clear_up(ran, before, changed)
         judged = dict.fromkeys([*changed, *(each.op.place for each in ran)])
         found = {place: self.places.found(place) for place in judged}
         self.world |= found
@@ -338,6 +338,8 @@ class Run:
             raise Violation(f"model: {self._why(done, before)}")
         for place in judged:
             spans = [(lo[place], hi[place]) for lo, hi in every]
+            if place in mended:
+                spans = [(lo, hi and _with_whole_passes(hi)) for lo, hi in spans]
             if not any(between(lo, hi, found[place]) for lo, hi in spans):
                 raise self._other(place, spans)
         for each in ran:
@@ -346,12 +348,14 @@ class Run:
 
     def _clear_up(
         self, ran: Sequence[_Running], before: Mapping[str, Content | None], changed: Sequence[str]
-    ) -> None:
+    ) -> set[str]:
         """Clear up what commands have left that began different datasets in one empty place.
 
         The table of one of them counts, and records of the others may remain. Then nobody may call
         the place sound, and a repair moves those records aside, or says to delete what has no row.
+        The places that a repair has mended are returned.
         """
+        mended = set[str]()
         for op in (each.op for each in ran if each.op.kind in (*ONTO, "extract")):
             if before[op.place] is None:
                 self._makers[op.place].add(str(_plain(op)))
@@ -363,9 +367,12 @@ class Run:
                 self.places.buckets[place].restore({})  # as the error says, which nobody regrets
             elif running.outcome != "ok":
                 raise Violation(f"refused: repair of a place that two began: {running.said}")
+            elif self.places.found(place) is not None:
+                mended.add(place)
             self.places.has_changed(place)
             self._makers[place].clear()
             self._undone[place].clear()
+        return mended
 
     def _why(self, ran: Sequence[_Running], before: Mapping[str, Content | None]) -> str:
         """Why commands must not all have succeeded."""
@@ -535,9 +542,7 @@ class Run:
         if running.outcome == "ok":
             self.places.has_changed(op.place)
             self.world[op.place] = self.places.found(op.place)
-            # (It also makes units that a pass lacks.)
-            whole = {replace(a, through=max(a.through, content.last)) for a in content.added}
-            mended = replace(content, added=frozenset(whole))
+            mended = _with_whole_passes(content)
             # (Taps whose own record is damaged are dropped: their recipe is unknown.)
             least = replace(content, added=frozenset()) if op.damage == "pass cut" else content
             if not between(least, mended, self.world[op.place]):
@@ -581,6 +586,12 @@ class Run:
         report = verify(objects)
         if not report.ok:
             raise CorruptError(place, f"still has faults: {report.faults[:2]}")
+
+
+def _with_whole_passes(content: Content) -> Content:
+    """What a repair may make of a dataset: it also makes units that a pass lacks."""
+    whole = {replace(a, through=max(a.through, content.last)) for a in content.added}
+    return replace(content, added=frozenset(whole))
 
 
 def _plain(op: Op) -> Op:

@@ -528,7 +528,8 @@ def test_chosen_columns_are_the_rows_of_a_full_run(
     full, chosen = (run(checkpoint, taps, masked, columns=each) for each in (None, columns))
     for tap in full:
         rows = np.stack([full[tap][row, columns[row]] for row in range(ROWS)])
-        if tap in AFTER_BLOCKS:  # another shape of product, another order of summing
+        looks = tap.partition(".")[0] in ("attn_top_weights", "attn_summary")
+        if tap in AFTER_BLOCKS or looks:  # another shape of product, another order of summing
             assert error(chosen[tap], rows) <= 2e-6, tap
         else:
             assert np.array_equal(chosen[tap], rows), tap
