@@ -143,6 +143,8 @@ def test_pooled_rows_are_streamed_read_in_batches_and_exported(
     spile.export(ds, tmp_path / "npy", to="npy")
     assert np.array_equal(np.load(tmp_path / "npy/index.npy"), index)
     spile.export(ds, tmp_path / "parquet", to="parquet")
+    with pytest.raises(spile.ConfigError, match="holds pooled rows, and saelens has sequences"):
+        spile.export(ds, tmp_path / "saelens", to="saelens")
 
 
 @pytest.mark.full

@@ -128,6 +128,11 @@ def _source(
         raise ConfigError(f"--context-size: {form.name} has no sequences of one length")
     if context_size is not None and context_size < 1:
         raise ConfigError(f"--context-size must be at least 1, got {context_size}")
+    if form.contexts and dataset.recipe.pool:
+        raise ConfigError(
+            f"{dataset.url}: holds pooled rows, and {form.name} has sequences of tokens; export to "
+            "npy, parquet or zarr"
+        )
     context = (context_size or dataset.recipe.seq_len) if form.contexts else 1
     dtypes = choose_dtypes(dataset, chosen, dtype, form.dtypes, integers=form.integers)
     source = ExportSource(dataset, chosen, dtypes, context)
