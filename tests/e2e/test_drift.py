@@ -37,6 +37,7 @@ OTHER: dict[str, tuple[Any, str, str]] = {
     "taps": ("resid_post:1", "resid_post.0", "resid_post.1"),
     "where": ("pos >= 2", "pos >= 1", "pos >= 2"),
     "every": (3, "2", "3"),
+    "pool": ("mean", "None", "mean"),
     "seq_len": (32, "64", "32"),
     "pack": ("none", "ffd", "none"),
     "long_docs": ("truncate", "split", "truncate"),
@@ -112,7 +113,9 @@ def test_every_field_of_the_recipe_is_tried() -> None:
     encoders = {"encode", "latents"}  # test_encode.py
     # (plan/test_resolve.py, plan/test_passes.py and plan/test_growth.py try those that grow.)
     grown = {"add_taps", "more", "add_corpus"}
-    elsewhere = {*chats, *ids, *encoders, *grown, "part", "like", "splice"}  # test_splice.py
+    # (test_splice.py, test_reduce.py and test_top_logits.py try these.)
+    others = {"splice", "reduce", "by", "top_logits", "attn_top"}
+    elsewhere = {*chats, *ids, *encoders, *grown, *others, "part", "like"}
     assert {*OTHER, *elsewhere, "model", "lora", "corpus"} == set(Recipe.names())
 
 

@@ -115,6 +115,9 @@ def test_sums_have_the_same_bits_however_they_are_made(recipe: Recipe, tmp_path:
     made(recipe, tmp_path / "other", batch_tokens=128 * 3, **options)
     check_same(tmp_path / "one", tmp_path / "other")
     made(recipe, tmp_path / "one", **options)  # the same command again has nothing to do
+    other = dataclasses.replace(recipe, reduce="mean", by="year")
+    with pytest.raises(spile.DriftError, match="reduce mean,var by label"):
+        spile.extract(other, str(tmp_path / "one"))
     check_refused(run("check", tmp_path / "one"), 2, "sums over whole units", "--pool mean")
 
 

@@ -136,7 +136,7 @@ class _Model:
         docs, counts = np.unique(read["doc"], return_counts=True)
         packed = _Packed(
             blank, blank, blank, count, None, count, index,
-            dict(zip(docs.tolist(), counts.tolist(), strict=True)), 1, len(read), unit.id,
+            dict(zip(docs.tolist(), counts.tolist(), strict=True)), 1, len(read), unit=unit.id,
         )  # fmt: skip
         missing = unit.num_docs - len(docs)
         return SimpleNamespace(

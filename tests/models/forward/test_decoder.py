@@ -453,7 +453,7 @@ def test_nothing_is_computed_that_no_tap_needs(tmp_path: Path) -> None:
 
     def products(*taps: Tap) -> float:
         step = partial(Decoder(arch, taps, "float32", masked).forward, schedule=schedule)
-        inputs = (*map(jnp.asarray, BATCH), None)
+        inputs = Inputs(*map(jnp.asarray, BATCH))
         lowered = jax.jit(partial(step, params), compiler_options=QUICK).lower(inputs)
         cost: Any = lowered.compile().cost_analysis()
         return cost["flops"]

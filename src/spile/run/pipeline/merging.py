@@ -93,7 +93,8 @@ class SpanMerger:
 
 def mergers(table: Table, prepared: PreparedUnit) -> dict[str, SpanMerger]:
     """Return what makes the pooled rows of a unit, by tap; nothing unless values are reduced."""
-    by, spans = reduces(table.recipe.pool), prepared.packed.pooled
+    by = reduces(table.recipe.pool)
+    spans = prepared.packed.pooled if by else None
     if by is None or spans is None:
         return {}
     latents = [latent_names(tap) for tap in table.recipe.encode]
