@@ -78,6 +78,7 @@ def test_rows_are_numpys_mean_or_max_of_each_documents_rows(
     assert checked.ok and {*checked.taps} == {*ds.taps}
 
 
+@pytest.mark.full
 def test_bits_depend_neither_on_steps_nor_on_who_makes_them(recipe: Recipe, tmp_path: Path) -> None:
     made(recipe, tmp_path / "one", pool="mean")
     made(recipe, tmp_path / "other", batch_tokens=128 * 3, pool="mean")

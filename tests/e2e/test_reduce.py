@@ -109,6 +109,7 @@ def test_labels_are_of_several_columns_or_of_none(
         assert_close(mean, rows[kept & np.array([each == label for each in said])].mean(axis=0))
 
 
+@pytest.mark.full
 def test_sums_have_the_same_bits_however_they_are_made(recipe: Recipe, tmp_path: Path) -> None:
     options: dict[str, Any] = {"reduce": "mean,var", "by": "label"}
     made(recipe, tmp_path / "one", **options)
@@ -121,6 +122,7 @@ def test_sums_have_the_same_bits_however_they_are_made(recipe: Recipe, tmp_path:
     check_refused(run("check", tmp_path / "one"), 2, "sums over whole units", "--pool mean")
 
 
+@pytest.mark.full
 def test_sums_grow_with_the_dataset_and_with_taps(recipe: Recipe, tmp_path: Path) -> None:
     whole = made(recipe, tmp_path / "whole", reduce="mean,var", by="label")
     part = dataclasses.replace(recipe, taps="resid_post:0")
