@@ -45,6 +45,7 @@ EXTRACTED = {
     "spliced": ["--corpus {in}/docs.jsonl --taps resid_post:2 "
                 "--splice steer:resid_post.0={in}/direction.npy*4"],
     "pooled": ["--corpus {in}/chats.jsonl --messages chat --pool mean:turn --taps resid_post:1"],
+    "reduced": ["--corpus {in}/docs.jsonl --taps resid_post:1 --reduce mean,var --by id"],
     "tops": ["--corpus {in}/docs.jsonl --taps top_logits,attn_top:1.h0+h2,attn_summary:2 "
              "--top-logits 5 --attn-top 3"],
     "unfinished": [f"{TEXT} --keep id --max-bytes 80k"],
@@ -85,12 +86,10 @@ def write_inputs() -> None:
 def made(name: str) -> Iterator[str]:
     """Yield the commands that make a dataset."""
     out = WORK / name
-    common = (
-        f"--model {INPUTS}/model --seq-len 64 --unit-tokens 150 --compute-dtype float32 "
-        "--store-dtype bfloat16"
-    )
+    common = f"--model {INPUTS}/model --seq-len 64 --unit-tokens 150 --compute-dtype float32"
     for flags in {**EXTRACTED, **BETWEEN}.get(name, []):
-        yield f"extract {'' if '--add-' in flags else common} {flags} --out {out}"
+        kept = "" if "--reduce" in flags else " --store-dtype bfloat16"
+        yield f"extract {'' if '--add-' in flags else common + kept} {flags} --out {out}"
     yield from (each.replace("{out}", str(out)) for each in DERIVED.get(name, []))
 
 
