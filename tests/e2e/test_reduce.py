@@ -11,6 +11,11 @@ import pytest
 import spile
 from chaos.harness import check_refused, check_same, check_sound, run
 from spile.core.config import Recipe, Runtime
+from spile.dataset.maintain.assemble import merge
+from spile.dataset.maintain.compact import compact
+from spile.dataset.maintain.replica import replicate
+from spile.dataset.maintain.shuffle import shuffle
+from spile.objects import LocalObjects
 
 TAPS = "embed,resid_post:all,z:1.h1,logprob"
 TOLERANCE = 1e-6  # of the largest value
@@ -22,10 +27,13 @@ LABELS = ("red", "blue", None)
 
 @pytest.fixture(scope="module")
 def labelled(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The corpus with a label and a year for each document; every third has no label."""
+    """The corpus with columns; every third document has no label, every fifth no month."""
     path = tmp_path_factory.mktemp("labelled") / "docs.jsonl"
     lines = [json.loads(line) for line in corpus.read_text().splitlines()]
-    more = [{"label": LABELS[n % 3], "year": 1990 + n % 2} for n in range(len(lines))]
+    more = [
+        {"label": LABELS[n % 3], "year": 1990 + n % 2, "month": 1 + n % 2 if n % 5 else None}
+        for n in range(len(lines))
+    ]
     path.write_text(
         "".join(json.dumps({**a, **b}) + "\n" for a, b in zip(lines, more, strict=True))
     )
@@ -45,7 +53,7 @@ def made(recipe: Recipe, out: Path, batch_tokens: int = 128, **options: Any) -> 
 
 @pytest.fixture(scope="module")
 def tokens(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> spile.Dataset:
-    return made(recipe, tmp_path_factory.mktemp("tokens") / "out", keep="label,year")
+    return made(recipe, tmp_path_factory.mktemp("tokens") / "out", keep="label,year,month")
 
 
 def labels_of(tokens: spile.Dataset, *names: str) -> list[Any]:
@@ -89,11 +97,14 @@ def test_means_and_variances_are_numpys_of_each_labels_rows(
         with pytest.raises(spile.ConfigError, match="sums by label"):
             spile.direction(ds, "red", "blue", "resid_post.1", **options)
     assert ds.num_units == tokens.num_units > 2 and len(ds) == 2 * ds.num_units
+    with pytest.raises(spile.ConfigError, match=r"holds sums by label.*ds\.reduced\('embed'\)"):
+        ds.pooled("embed")
     check_sound(tmp_path / "out")
 
 
 @pytest.mark.parametrize(("by", "labels"), [
     ("label,year", [("blue", 1990), ("blue", 1991), ("red", 1990), ("red", 1991)]),
+    ("month", [1, 2]),
     (None, [None]),
 ])  # fmt: skip
 def test_labels_are_of_several_columns_or_of_none(
@@ -103,6 +114,7 @@ def test_labels_are_of_several_columns_or_of_none(
     ds = made(recipe, tmp_path / "out", reduce="mean", by=by, **options)
     found, kept = ds.reduced("resid_post.1"), tokens.index(0, len(tokens))["pos"] >= 2
     assert [*found.labels] == labels and found.variances is None
+    assert [*map(type, found.labels)] == [*map(type, labels)], "whole numbers stay whole"
     rows = tokens.read("resid_post.1").astype(np.float64)
     said = labels_of(tokens, *by.split(",")) if by else [None] * len(rows)
     for label, mean in zip(labels, found.means, strict=True):
@@ -128,8 +140,11 @@ def test_sums_grow_with_the_dataset_and_with_taps(recipe: Recipe, tmp_path: Path
     part = dataclasses.replace(recipe, taps="resid_post:0")
     made(part, tmp_path / "out", reduce="mean,var", by="label", max_docs=25)
     spile.extract(Recipe(more=True, max_docs=40), str(tmp_path / "out"))
-    assert run("extract", "--out", tmp_path / "out", "--add-taps", "resid_post:1").code == 0
+    for tap in ("resid_post:1", "embed"):
+        assert run("extract", "--out", tmp_path / "out", "--add-taps", tap).code == 0
+    assert run("drop", tmp_path / "out", "--taps", "embed").code == 0
     grown = spile.open(str(tmp_path / "out"))
+    assert grown.taps == ["resid_post.0", "resid_post.1"]
     for tap in ("resid_post.0", "resid_post.1"):
         found, wanted = grown.reduced(tap), whole.reduced(tap)
         assert found.labels == wanted.labels and (found.counts == wanted.counts).all()
@@ -137,6 +152,41 @@ def test_sums_grow_with_the_dataset_and_with_taps(recipe: Recipe, tmp_path: Path
         assert found.variances is not None and wanted.variances is not None
         assert_close(found.variances, wanted.variances)
     check_sound(tmp_path / "out")
+
+
+@pytest.mark.full
+def test_sums_are_copied_merged_shuffled_dropped_and_made_beside_tokens(
+    recipe: Recipe, tokens: spile.Dataset, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"taps": "resid_post:0,embed", "reduce": "mean,var", "by": "label"}
+    whole = made(recipe, tmp_path / "whole", **options)
+    source = LocalObjects(tmp_path / "whole")
+    places = {
+        name: LocalObjects(tmp_path / name) for name in ("copy", "compacted", "merged", "shuffled")
+    }
+    replicate(source, places["copy"])
+    compact(source, places["compacted"])
+    second = tmp_path / "second.jsonl"
+    second.write_text(Path(str(recipe.corpus)).read_text().replace('"text": "', '"text": "again '))
+    other = made(recipe, tmp_path / "other", corpus=str(second), **options)
+    merge([source, LocalObjects(tmp_path / "other")], places["merged"])
+    shuffle(source, places["shuffled"], seed=1)
+    for name in places:
+        check_sound(tmp_path / name)
+        ds = spile.open(str(tmp_path / name))
+        found, parts = ds.reduced("resid_post.0"), [whole.reduced("resid_post.0")]
+        parts += [other.reduced("resid_post.0")] if name == "merged" else []
+        assert found.labels == ("blue", "red")
+        assert (found.counts == sum(part.counts for part in parts)).all()
+        for label in found.labels:
+            weighed = sum(part.counts[part.labels.index(label)] * part[label] for part in parts)
+            assert_close(found[label], weighed / found.counts[found.labels.index(label)])
+    spile.extract(
+        Recipe(like=tokens.url, taps="resid_post:0", reduce="mean", by="label"),
+        str(tmp_path / "beside"),
+    )
+    beside = spile.open(str(tmp_path / "beside"))
+    assert_close(beside.reduced("resid_post.0").means, whole.reduced("resid_post.0").means)
 
 
 @pytest.mark.parametrize(("options", "named"), [
@@ -157,6 +207,21 @@ def test_what_cannot_be_reduced_is_refused_in_one_line(
         "--out", tmp_path / "out",
     )  # fmt: skip
     check_refused(refused, 2, *named)
+
+
+def test_a_plan_counts_sums_in_float64(recipe: Recipe, tmp_path: Path) -> None:
+    made(recipe, tmp_path / "out", taps="resid_post:1", reduce="mean,var", by="label")
+    flags = [
+        "--model", recipe.model, "--corpus", recipe.corpus, "--taps", "resid_post:1", "--reduce",
+        "mean,var", "--by", "label", "--seq-len", 32, "--unit-tokens", 700, "--out",
+        tmp_path / "none", "--exact", "--calibrate", "off",
+    ]  # fmt: skip
+    planned = run("plan", *flags)
+    assert planned.code == 0, planned.err
+    (told,) = [line for line in planned.out.splitlines() if line.startswith("to store")]
+    files = [path for path in (tmp_path / "out/attempts").rglob("*") if path.is_file()]
+    assert f" as float64 = {sum(path.stat().st_size for path in files):,} bytes" in told
+    assert "  as " not in planned.out and "--compress" not in planned.out
 
 
 def test_rows_are_not_sums(tokens: spile.Dataset) -> None:

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from spile.core.config import Recipe
+from spile.core.errors import ConfigError
 from spile.dataset.records.ledger import Ledger
 from spile.objects import MemoryObjects
+from spile.plan import job as job_module
 from spile.plan.job import ExtractionJob, PreparedUnit, prepare_documents, prepare_unit
 from spile.plan.resolve import resolve
 from support import tiny
@@ -92,3 +94,16 @@ def test_a_sample_is_prepared_as_a_unit_is(model: Path, corpus: Path) -> None:
         documents, _ = reader.sample(0)
     sample = prepare_documents(job.recipe, job.tokenizer, documents)
     assert sample.packed.num_docs == len(documents.usable) > 10
+
+
+def test_a_unit_with_too_many_labels_is_refused_with_their_bytes(
+    model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of(model, corpus, reduce="mean", by="id")
+    most = max(unit.packed.num_rows for unit in prepared(job))
+    monkeypatch.setattr(job_module, "_MOST_LABELS", most)
+    assert prepared(job)
+    monkeypatch.setattr(job_module, "_MOST_LABELS", most - 1)
+    told = rf"--reduce mean --by id: unit \d+ has {most} labels, which take .* in each unit"
+    with pytest.raises(ConfigError, match=told):
+        prepared(job)

@@ -16,6 +16,7 @@ from spile.core.config import Recipe, Runtime, build
 from spile.core.errors import ConfigError
 from spile.core.humanize import lasting, size
 from spile.core.options import listed
+from spile.core.pool import is_reduced
 from spile.models.config.kernel_choice import (
     KernelChoice,
     attention_kernels,
@@ -306,7 +307,7 @@ def elsewhere(found: "Compiled", cost: "Estimate") -> Duration:
 
 def counted_rows(recipe: Mapping[str, Any], cost: "Estimate") -> list[tuple[str, str]]:
     """Return the rows that are known without running a step."""
-    chosen = recipe["store_dtype"]
+    chosen = "float64" if is_reduced(recipe.get("pool")) else recipe["store_dtype"]
     return [
         ("documents", f"{cost.documents:,}"),
         ("tokens", _tokens(cost)),
@@ -319,7 +320,7 @@ def counted_rows(recipe: Mapping[str, Any], cost: "Estimate") -> list[tuple[str,
         ("  index", size(cost.index_bytes)),
         ("  headers, statistics, documents", size(cost.overhead_bytes)),
         *([("    columns kept of documents", _kept(recipe, cost))] if recipe["keep"] else []),
-        ("to store", _stored(cost, recipe["store_dtype"])),
+        ("to store", _stored(cost, chosen)),
         *((f"  as {d}", size(b)) for d, b in cost.bytes_by_dtype.items() if d != chosen),
         *_compressed(cost, chosen),
         *_priced(cost),
@@ -404,4 +405,5 @@ def _requested(cost: "Estimate") -> list[tuple[str, str]]:
 def _compressed(cost: "Estimate", dtype: str) -> list[tuple[str, str]]:
     """Return the size with --compress, by ratios measured on normal noise; rows may differ."""
     shares = {"bfloat16": 0.70, "float16": 0.88, "float32": 0.85, "float8_e4m3": 0.90, "int8": 0.86}
-    return [("  with --compress, about", size(int(cost.total_bytes * shares[dtype])))]
+    share = shares.get(dtype)  # (not measured for sums by label)
+    return [("  with --compress, about", size(int(cost.total_bytes * share)))] if share else []

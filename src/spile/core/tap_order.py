@@ -25,6 +25,8 @@ LARGEST = {
     "attn_top": ("attn_top_keys", "attn_top_weights"),
     "top_logits": ("top_token_ids", "top_logprobs"),
 }
+# Sites whose place k holds the k-th largest of something, whichever that is.
+RANKED = ("expert_weights", "expert_ids", *(site for sites in LARGEST.values() for site in sites))
 _PLACES = {site: n for n, site in enumerate((*BEFORE_BLOCKS, *IN_A_BLOCK, *AFTER_BLOCKS))}
 # A site; for an encoded tap, what is stored of its latents; the layer; the heads.
 _NAME = re.compile(r"(\w+?)(_latents|_latent_ids)?(?:\.(\d{1,9})((?:\.h\d{1,9})*))?")

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from spile.core.config import STORE_DTYPES, Runtime
 from spile.core.errors import ConfigError
-from spile.core.pool import reduces
+from spile.core.pool import is_reduced, reduces
 from spile.core.tensors import DTYPES_BY_NAME, HEADER_ALIGN
 from spile.core.threads import mapped
 from spile.corpus.pack import slots_for
@@ -67,7 +67,9 @@ class Estimate:
     device_bytes: int
     memory: int | None  # bytes of each device
     host_bytes: int
-    bytes_by_dtype: dict[str, int]  # size of the whole dataset for every --store-dtype
+    bytes_by_dtype: dict[
+        str, int
+    ]  # size of the whole dataset for every --store-dtype; of sums, as float64
     monthly_dollars: float | None = None  # to keep the whole dataset, if it goes to a cloud
     priced_as: str | None = None
     requests: Requests | None = None  # to write the remaining units, if they go to a bucket
@@ -244,7 +246,7 @@ def estimate(
         bytes_by_dtype={
             dtype: kept_rows * (_row_bytes_as(job, dtype) + job.table.index_dtype.itemsize)
             + overhead
-            for dtype in STORE_DTYPES
+            for dtype in (("float64",) if is_reduced(recipe.pool) else STORE_DTYPES)
         },
         monthly_dollars=price and price.monthly(min(whole, runtime.max_bytes or whole)),
         priced_as=price and str(price),

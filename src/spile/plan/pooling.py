@@ -1,14 +1,16 @@
 """`--pool` and `--reduce`: which recipes can be pooled, and the spans of documents."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from spile.core.config import Recipe
 from spile.core.errors import ConfigError, InputError
 from spile.core.index import ROLES
 from spile.core.options import listed
-from spile.core.pool import DOCUMENT, ROLE, SPEAKERS, TURN, Pool
+from spile.core.pool import DOCUMENT, ROLE, SPEAKERS, TURN, Pool, reduced_by
 from spile.core.recipe import ResolvedRecipe
 from spile.corpus.character_spans import NONE, spans_of_tokens
 from spile.corpus.chats.rows import RowReader
@@ -20,6 +22,16 @@ from spile.corpus.tokenize import TextTokenizer
 from spile.corpus.units import sampled_files
 from spile.dataset.codec.quantization import QUANTIZED
 from spile.models.taps import Tap
+
+
+def reducing(recipe: Recipe) -> Recipe:
+    """Return a recipe whose `pool` says what `reduce` and `by` ask for."""
+    pool = reduced_by(recipe.reduce, recipe.by)
+    if recipe.pool not in (None, pool):
+        raise ConfigError("--pool and --reduce exclude each other: each says what a row is")
+    if recipe.store_dtype is not None:
+        raise ConfigError("--reduce stores float64; leave out --store-dtype")
+    return replace(recipe, pool=pool, reduce=None, by=None)
 
 
 def refuse_pool(
@@ -52,7 +64,9 @@ def refuse_pool(
         )
     ids = [tap.name for tap in taps if tap.dtype(recipe.store_dtype).startswith("int")]
     if ids:
-        raise ConfigError(f"{asked}: {ids[0]} holds ids, which have no {pool.by}; leave it out")
+        raise ConfigError(
+            f"{asked}: {ids[0]} holds ids or ranks, which are not pooled; leave it out"
+        )
     if encoded and pool.labels is not None:
         raise ConfigError(f"{asked}: latents are not reduced by label; leave out --encode")
 

@@ -20,7 +20,7 @@ from spile.core.errors import ConfigError, DriftError, InputError
 from spile.core.expressions import RowFilter
 from spile.core.humanize import plural
 from spile.core.identity import contents_digest, sampled_digests
-from spile.core.pool import Pool, is_reduced, label_columns, reduced_by
+from spile.core.pool import Pool, is_reduced, label_columns
 from spile.core.recipe import OF_EACH_ROW, TOPS, ResolvedRecipe
 from spile.core.units import Unit
 from spile.corpus.chat_layouts import refuse_other_layout, settle_chats
@@ -62,7 +62,7 @@ from spile.plan.growth import (
     refuse_other_growth,
 )
 from spile.plan.job import ExtractionJob, open_reader, prepare_documents
-from spile.plan.pooling import refuse_missing_spans, refuse_pool
+from spile.plan.pooling import reducing, refuse_missing_spans, refuse_pool
 from spile.plan.roofline import cpu_unit_tokens
 from spile.plan.splices import (
     SAE,
@@ -100,7 +100,7 @@ def resolve(
         cache: the directory for corpora that are converted to Parquet first.
     """
     if recipe.reduce or recipe.by:
-        recipe = _reducing(recipe)
+        recipe = reducing(recipe)
     stored = ledger.read_table() or (ledger.of_pass.planned if ledger.of_pass else None)
     growing = growth_of(recipe, stored, ledger.url)
     other = None if recipe.like is None else Ledger(open_objects(recipe.like))
@@ -422,16 +422,6 @@ def _settled(
         if is_reduced(recipe.pool)
         else recipe.store_dtype or ("float32" if asked_for_float32 else "bfloat16"),
     )
-
-
-def _reducing(recipe: Recipe) -> Recipe:
-    """Return a recipe whose `pool` says what `reduce` and `by` ask for."""
-    pool = reduced_by(recipe.reduce, recipe.by)
-    if recipe.pool not in (None, pool):
-        raise ConfigError("--pool and --reduce exclude each other: each says what a row is")
-    if recipe.store_dtype is not None:
-        raise ConfigError("--reduce stores float64; leave out --store-dtype")
-    return dataclasses.replace(recipe, pool=pool, reduce=None, by=None)
 
 
 def _identity(

@@ -101,7 +101,8 @@ def _count(
     parts = [packed.run_of(part, processes)[1] for part in range(processes)]
     shard = job.table.shard_limit(objects, runtime.shard_bytes)
     taps, rows = job.table.taps, packed.num_rows
-    size = unit_bytes(taps, parts, table, shard) - rows * job.table.row_bytes
+    whole = unit_bytes(taps, parts, table, shard, job.table.index_dtype)
+    size = whole - rows * job.table.row_bytes
     return Counted(packed.num_tokens, rows, size, packed.tokens.size, kept_bytes(table))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from spile.core.errors import CorruptError, SpileError
-from spile.core.tap_order import LARGEST
+from spile.core.tap_order import RANKED
 from spile.dataset.codec.columns import Ints
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.dtypes import STORED
@@ -32,8 +32,6 @@ _LATENT_BYTES = (
     256 << 20
 )  # limit for the top rows of all latents: the more latents, the fewer rows each
 _LARGE = 1e6  # beyond this, fourth powers need float64
-# Sites that keep the largest of something: place k of a row is the k-th, whichever that is.
-_LARGEST = {site for sites in LARGEST.values() for site in sites}
 _NO_NUMBERS = np.zeros(0, np.int64)
 
 _log = logging.getLogger("spile.serve")
@@ -109,7 +107,7 @@ class Digest:
         found = (pair_of(dataset, tap) for tap in dataset.taps)
         self._ids_of = dict(pair for pair in found if pair)  # the ids' tap, by the values' tap
         taps = [tap for tap in dataset.taps if tap not in self._ids_of.values()]
-        taps = [tap for tap in taps if tap.partition(".")[0] not in _LARGEST] or taps
+        taps = [tap for tap in taps if tap.partition(".")[0] not in RANKED] or taps
         self._widths = {tap: dataset.width(tap) for tap in taps}
         self.moments = {
             tap: Moments(self._widths[tap], positions) for tap in taps if tap not in self._ids_of

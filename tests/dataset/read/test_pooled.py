@@ -10,6 +10,7 @@ import pytest
 import spile
 from spile.core.errors import ConfigError
 from spile.core.expressions import RowFilter
+from spile.dataset.format import TapInfo
 from spile.dataset.maintain.assemble import merge
 from spile.dataset.maintain.compact import compact
 from spile.dataset.maintain.shuffle import shuffle
@@ -147,6 +148,12 @@ def test_ids_and_latents_by_rank_have_neither_mean_nor_maximum(tmp_path: Path) -
             with pytest.raises(ConfigError, match=f"{tap}: place k of a row .* pool by 'first'"):
                 dataset.pooled(tap, by)
         assert len(dataset.pooled(tap, "last")) == 8
+    ranks = {"next_rank": TapInfo((), "int32")}  # a rank alone is a number like others
+    ranked = spile.open(stored.copied(tmp_path / "r", taps=ranks).path)
+    rows, docs = ranked.read("next_rank").astype(np.float64), ranked.index(0, len(ranked))["doc"]
+    found = ranked.pooled("next_rank", "mean")
+    wanted = [rows[docs == doc].mean() for doc in found.doc]
+    np.testing.assert_allclose(found.rows, wanted, rtol=1e-6)
     with pytest.raises(ConfigError, match="'mean', 'max', 'first' or 'last', not by 'sum'"):
         ds.pooled("resid_post.0", "sum")  # pyright: ignore[reportArgumentType]
 

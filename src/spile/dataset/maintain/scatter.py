@@ -5,10 +5,10 @@ among all rows, and belongs to the part with that place, so the number of rows i
 Each part is then permuted at random, and the parts are concatenated. The result is a permutation,
 and every permutation is equally likely.
 
-A pass reads as many rows as fit into memory, sorts them by part and writes them as a run; the rows
-of one part are then contiguous in a run. If there are so many parts that these stretches would be
-short, the pass sorts by groups of parts (nodes) instead, and the next pass continues with each
-node. Runs are units of a separate store, and are committed like units.
+A pass reads as many rows as fit into memory, sorts them by part and writes them as a run. So the
+rows of a part are read later in one piece from each run. With too many parts, these pieces would be
+too short to read at full speed: the pass then sorts by groups of parts (nodes), and the next pass
+splits each node. Runs are units of a separate store, and are committed like units.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from spile.core.errors import ConfigError
 from spile.core.options import listed
+from spile.core.pool import is_reduced
 from spile.dataset.codec.quantization import DECODED
 from spile.dataset.read.choice import RowChoice
 from spile.dataset.read.rows import Rows, StoredRows
@@ -83,8 +84,16 @@ def pooled(
     """
     if by not in get_args(PoolBy):
         raise ConfigError(f"rows are pooled by 'mean', 'max', 'first' or 'last', not by {by!r}")
+    if is_reduced(stored.table.recipe.pool):
+        raise ConfigError(
+            f"{stored.objects.url}: holds sums by label, not rows of documents; use "
+            f"ds.reduced({tap!r})"
+        )
     info = stored.table.taps[tap]
-    if by in ("mean", "max") and (info.latents or info.storage.kind == "i" and not info.scaled_by):
+    ids = (
+        info.storage.kind == "i" and not info.scaled_by and info.shape
+    )  # (a rank alone is a number)
+    if by in ("mean", "max") and (info.latents or ids):
         raise ConfigError(
             f"{tap}: place k of a row is its k-th largest, whichever that is, so that the {by} "
             "over rows has no meaning; pool by 'first' or 'last'"

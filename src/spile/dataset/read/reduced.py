@@ -115,9 +115,12 @@ def _labels_of(
 ) -> tuple[list[LabelValue], np.ndarray]:
     """Return the labels in ascending order, and the place of each row's label among them."""
     names = pool.label_columns
-    found = tables.arrays(["doc", *names])
-    at = np.searchsorted(found["doc"], index["doc"])
-    columns: list[list[LabelValue]] = [found[name][at].tolist() for name in names]
+    # (By Arrow, since numpy has no integers with missing values, and other documents miss some.)
+    documents = tables.table(["doc", *names])
+    doc = documents["doc"].to_numpy()
+    order = np.argsort(doc, kind="stable")
+    at = order[np.searchsorted(doc, index["doc"], sorter=order)]
+    columns: list[list[LabelValue]] = [documents[name].take(at).to_pylist() for name in names]
     if ROLE in (pool.labels or ()):
         columns.append([_speaker(flags) for flags in index["flags"].tolist()])
     values: list[LabelValue] = [None] * len(index)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from spile.core.errors import NotCreatedError, StoreError
+from spile.core.index import INDEX_DTYPE
 from spile.core.system import system
 from spile.core.tensors import build_header
 from spile.dataset.codec.shard import (
@@ -304,6 +305,7 @@ def unit_bytes(
     parts: Sequence[int],
     documents: Mapping[str, np.ndarray],
     shard_bytes: int,
+    index_dtype: np.dtype[Any] = INDEX_DTYPE,
 ) -> int:
     """Return the bytes that all files of a unit take, unless they are compressed.
 
@@ -315,7 +317,7 @@ def unit_bytes(
     """
     statistics = statistics_tensors({t: TapStats.empty(i.width) for t, i in taps.items()})
     shards = sum(_shard_bytes(tap, info, parts, shard_bytes) for tap, info in taps.items())
-    index = index_tensors(sum(parts))
+    index = index_tensors(sum(parts), index_dtype)
     return shards + sum(map(_file_bytes, (index, specs_of(statistics), specs_of(documents))))
 
 
