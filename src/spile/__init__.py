@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # `as` marks a name as exported
     from spile.dataset.read.opening import open_dataset
     from spile.interop.export import export as export
     from spile.interop.flight.client import connect as connect
+    from spile.interop.ingest.writer import Writer as Writer
     from spile.interop.jax_loader import on_devices as on_devices
     from spile.interop.torch_loader import TorchLoader as TorchLoader
     from spile.interop.torch_loader import TorchRows as TorchRows
@@ -61,6 +62,7 @@ _HOMES = {
     "spile.dataset.read.opening": "open=open_dataset",
     "spile.interop.export": "export",
     "spile.interop.flight.client": "connect",
+    "spile.interop.ingest.writer": "Writer",
     "spile.interop.jax_loader": "on_devices",
     "spile.interop.torch_loader": "TorchLoader TorchRows torch_dataset",
     "spile.models.files.demo": "demo_model",

@@ -81,6 +81,7 @@ OTHER: dict[str, Any] = {
     "unit_tokens": 64_001,
     "compute_dtype": "bfloat16",
     "store_dtype": "float32",
+    "rows_by": "vLLM 0.21",
     "rules": 1,
 }
 

@@ -31,7 +31,7 @@ TOPS = (*LARGEST,)  # how many values taps keep that keep the largest
 # Fields that are left out of a stored recipe if nothing is given: so fingerprints stay as they were
 # before there were any.
 _LATER: dict[str, Any] = {
-    "splice": (), "splice_source": None, "pool": None, **dict.fromkeys(TOPS)
+    "splice": (), "splice_source": None, "pool": None, "rows_by": None, **dict.fromkeys(TOPS)
 }  # fmt: skip
 
 
@@ -93,6 +93,7 @@ class ResolvedRecipe:
     unit_tokens: int
     compute_dtype: str
     store_dtype: str
+    rows_by: str | None = None  # the engine that made the rows, if they were ingested
     rules: int = RULES
 
     @property
@@ -125,7 +126,7 @@ class ResolvedRecipe:
 
     def to_json(self) -> dict[str, Any]:
         everything = json.loads(json.dumps(dataclasses.asdict(self)))
-        without = {name for name in ("pool", *TOPS) if getattr(self, name) is None}
+        without = {name for name in ("pool", "rows_by", *TOPS) if getattr(self, name) is None}
         without |= set[str]() if self.splice else {"splice", "splice_source"}
         return {name: value for name, value in everything.items() if name not in without}
 

@@ -15,7 +15,7 @@ from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.sae import identity
 from spile.models.taps import parse_taps, tops_of
 from spile.plan.encoders import each_source, find_encoders, stored_taps
-from spile.plan.resolve import completed_recipe, pinned_recipe
+from spile.plan.resolve import completed_recipe, pinned_recipe, refuse_ingested
 from spile.plan.tapped import taps_of
 
 
@@ -31,6 +31,7 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
     if recipe.add_taps is None:
         return recipe, dataset
     table = _finished(dataset)
+    refuse_ingested(table, f"--add-taps: {dataset.url}")
     if recipe.like is not None:
         raise ConfigError("--like makes a new dataset, --add-taps extends one; give one of them")
     if recipe.more or recipe.add_corpus is not None:

@@ -106,6 +106,8 @@ def resolve(
     other = None if recipe.like is None else Ledger(open_objects(recipe.like))
     grown = other.table() if other else None
     like = grown.flattened() if grown else None
+    refuse_ingested(stored, ledger.url)
+    refuse_ingested(like, f"--like {recipe.like}")
     if stored:
         recipe = completed_recipe(recipe, stored.whole_recipe, moves=growing is not None)
     elif like:
@@ -148,7 +150,7 @@ def resolve(
         else None,
     )
     refuse_pool(resolved, taps, encoders, reading)
-    tokenizer = _open_tokenizer(checkpoint, resolved)
+    tokenizer = open_tokenizer(checkpoint, resolved)
     reading = reading or read_ids(resolved, tokenizer, checkpoint.arch.vocab_size)
     keep = settled_columns(recipe.keep, files, recipe.text_column, reading)
     labels = label_columns(resolved.pool)
@@ -180,7 +182,21 @@ def resolve(
     )
 
 
-def _open_tokenizer(checkpoint: Checkpoint, resolved: ResolvedRecipe) -> TextTokenizer:
+def refuse_ingested(table: Table | None, told: str) -> None:
+    """Refuse a dataset whose rows another engine made: no run can make more of them.
+
+    Args:
+        told: names the dataset in the message.
+    """
+    if table is not None and table.recipe.rows_by is not None:
+        raise ConfigError(
+            f"{told}: its rows were made by {fmt.shown(table.recipe.rows_by)} and ingested, and "
+            "spile cannot make such rows again; to compute rows of the same texts, extract those "
+            "into another --out"
+        )
+
+
+def open_tokenizer(checkpoint: Checkpoint, resolved: ResolvedRecipe) -> TextTokenizer:
     """Open the model's tokenizer; refuse one that makes ids without an embedding."""
     tokenizer = TextTokenizer(checkpoint.directory, resolved.special_tokens)
     if tokenizer.max_id >= checkpoint.arch.vocab_size:
@@ -193,7 +209,7 @@ def _open_tokenizer(checkpoint: Checkpoint, resolved: ResolvedRecipe) -> TextTok
 
 def store_table(job: ExtractionJob, ledger: Ledger) -> ExtractionJob:
     """Store the job's unit table; if another process has stored one first, use that one."""
-    files = {} if exists(ledger.objects, fmt.UNITS) else _tokenizer_files(job)
+    files = {} if exists(ledger.objects, fmt.UNITS) else tokenizer_files(job)
     table, number = ledger.create_table(job.table.at(0), files), len(job.table.generations)
     if len(table.generations) < number:
         table = ledger.create_generation(job.table)
@@ -205,7 +221,7 @@ def store_table(job: ExtractionJob, ledger: Ledger) -> ExtractionJob:
     return dataclasses.replace(job, recipe=table.recipe, table=table)
 
 
-def _tokenizer_files(job: ExtractionJob) -> dict[str, bytes]:
+def tokenizer_files(job: ExtractionJob) -> dict[str, bytes]:
     """Return the tokenizer's files, so that the dataset's texts can be read without the model."""
     paths = {name: job.checkpoint.directory / name for name in fmt.TOKENIZER_FILES}
     files = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}

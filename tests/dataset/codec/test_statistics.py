@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spile.core.tensors import DTYPES_BY_NAME
 from spile.dataset.codec.statistics import TapStats, merged
 from support.marks import examples
 from support.stored import describe
@@ -95,3 +96,26 @@ def test_tensors_read_back_exactly_and_are_told_apart_by_tap() -> None:
         for name, value in wanted.to_tensors("x").items():
             assert np.array_equal(read.to_tensors("x")[name], value)
             assert read.to_tensors("x")[name].dtype == value.dtype
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 300])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_blocks_in_float32_agree_with_all_rows_in_float64(count: int, dtype: str) -> None:
+    wide = np.random.default_rng(count).standard_normal((count, 2, 12)) * 3 + 40
+    rows = wide.astype(DTYPES_BY_NAME[dtype])
+    exact, found = TapStats.of_rows(rows), TapStats.of_blocks(rows)
+    assert np.allclose(found.mean, exact.mean, rtol=1e-7)
+    assert np.allclose(found.variance, exact.variance, rtol=1e-5, atol=1e-10)
+    assert np.isclose(found.norm_sum, exact.norm_sum, rtol=1e-6)
+    assert (found.count, found.max_abs, found.nonfinite) == (count, exact.max_abs, 0)
+
+
+def test_blocks_count_what_is_not_finite_and_keep_huge_values() -> None:
+    rows = np.ones((130, 3), np.float32)
+    rows[70, 1], rows[129, 2] = np.nan, np.inf
+    assert TapStats.of_blocks(rows).nonfinite == 2
+    rows[70, 1], rows[129, 2] = 1e30, -3e38  # their squares are infinite in float32
+    found = TapStats.of_blocks(rows)
+    assert (found.nonfinite, found.max_abs) == (0, float(np.float32(3e38)))
+    assert np.isclose(found.norm_sum, np.linalg.norm(rows.astype(np.float64), axis=1).sum())
+    assert TapStats.of_blocks(rows[:0]).count == 0
