@@ -33,7 +33,7 @@ types: $(VENV)/.dev
 # Of tests/chaos all tests run, of these only the ones marked `full`; chaos-rest runs what no list
 # names. tests/test_makefile.py checks that every such test belongs to one target.
 CHAOS := chaos-kills chaos-faults chaos-buckets chaos-fleets chaos-models chaos-fuzz chaos-rest
-KILLS := tests/e2e/test_world.py tests/e2e/test_pool.py tests/e2e/test_pool_combinations.py tests/e2e/test_shuffle_docs.py tests/run
+KILLS := tests/e2e/test_world.py tests/e2e/test_pool.py tests/e2e/test_pool_combinations.py tests/e2e/test_shuffle_docs.py tests/rollouts tests/run
 BUCKETS := tests/contracts tests/objects tests/e2e/test_buckets.py tests/e2e/test_hub.py tests/e2e/test_remote_inputs.py
 FLEETS := tests/fleet tests/launch tests/e2e/test_launch.py
 MODELS := tests/models tests/check tests/compile

@@ -259,10 +259,19 @@ class Verbs:
         return self._group.choices[name]
 
 
-def add_options(flags: Flags, title: str, options: type[Recipe | Runtime | RayOptions]) -> None:
-    """Add groups of flags, one flag for each field of a declaration."""
-    for topic, fields in options.topics().items():
-        group = flags.group(f"{title}: {topic}")
+def add_options(
+    flags: Flags,
+    title: str,
+    options: type[Recipe | Runtime | RayOptions],
+    only: Collection[str] | None = None,
+) -> None:
+    """Add groups of flags, one flag for each field of a declaration.
+
+    `only`: the names of the fields, if not all of them.
+    """
+    for topic, every in options.topics().items():
+        fields = [field for field in every if only is None or field.name in only]
+        group = flags.group(f"{title}: {topic}") if fields else flags
         for field in fields:
             flag, meta = flag_of(field.name), field.metadata
             if meta["kind"] == "switch":

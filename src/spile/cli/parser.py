@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from spile import __version__
-from spile.cli import dataset, doctor, extract, launch, legacy, look, model, plan, rows
+from spile.cli import dataset, doctor, extract, launch, legacy, look, model, plan, rollouts, rows
 from spile.cli.flags import Parser, Verbs
 from spile.cli.style import JsonLines, formatter
 from spile.core.errors import Interrupted, SpileError, naming_flags, printable
@@ -20,6 +20,7 @@ _VERBS = {  # as `spile --help` lists them
     "make a dataset": (
         extract.add_extract,
         plan.add_plan,
+        rollouts.add_rollouts,
         model.add_taps,
         model.add_fetch,
         model.add_convert,

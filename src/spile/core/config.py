@@ -43,6 +43,14 @@ MAX_DOC_BYTES = 64 << 20
 PREVIEW = 200
 
 
+# The options of a recipe that say what prompts are, to `spile rollouts`.
+PROMPT_OPTIONS = (
+    "model", "corpus", "text_column", "messages", "prompt_column", "prompt_prefix",
+    "prompt_suffix", "system", "template", "text_documents", "filter", "shuffle_docs", "fraction",
+    "holdout", "part", "dedupe", "max_doc_bytes", "keep", "max_docs",
+)  # fmt: skip
+
+
 def activation_dtype(compute_dtype: str) -> str:
     """Return the dtype of activations: float8 and float16 apply to matrix products only."""
     beside = {"float8_e4m3": "bfloat16", "float16": "float32"}

@@ -103,7 +103,9 @@ class CorpusDocument:
 
     @property
     def content(self) -> bytes:
-        """The bytes that identify a document: its text, or its ids."""
+        """The bytes that identify a document: its text, its ids, or a chat that is not rendered."""
+        if self.chat is not None:
+            return json.dumps([self.chat, self.tools], sort_keys=True, default=str).encode()
         return self.text.encode() if self.ids is None else self.ids.tobytes()
 
     @property

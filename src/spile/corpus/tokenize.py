@@ -112,6 +112,11 @@ class TextTokenizer:
             ids = [np.concatenate([head, tokens]) for tokens in ids]
         return ids
 
+    def encode_plain(self, text: str) -> np.ndarray:
+        """Return the token ids of a piece of text, without any that are added to a whole one."""
+        with without_panic(self._path):
+            return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
     def decode(self, ids: list[int]) -> str:
         """Return token ids as text, including special tokens."""
         with without_panic(self._path):

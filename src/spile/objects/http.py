@@ -71,7 +71,7 @@ class Client:
                 trying.again(first_line(error), error)
                 continue
             if answer.status in PASSING or answer.status >= 500:
-                wish = _wish(answer.headers)
+                wish = wish_of(answer.headers)
                 if answer.status == 429:
                     wish = wish or 0.05  # the server is up
                 trying.again(f"the server answered {answer.status}", at_least=wish)
@@ -280,7 +280,7 @@ def _origin(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
-def _wish(headers: Mapping[str, str]) -> float:
+def wish_of(headers: Mapping[str, str]) -> float:
     """Return the seconds a server asks us to wait, by the standard header or the Hub's."""
     found = re.fullmatch(r"\s*(\d+)\s*", headers.get("retry-after") or "")
     found = found or re.search(r";\s*r=0\s*;\s*t=(\d+)", headers.get("ratelimit") or "")

@@ -134,7 +134,7 @@ def resolve(
     if not known:
         recipe = settle_chats(recipe, files)
     reading, template = read_as(recipe, checkpoint.directory)
-    corpus = _identity(recipe, files, reading)
+    corpus = corpus_identity(recipe, files, reading)
     found = {str(file.path) for file in files}
     if known:
         files, corpus = in_stored_order(known, files, corpus)
@@ -252,11 +252,8 @@ def completed_recipe(recipe: Recipe, stored: ResolvedRecipe, *, moves: bool = Fa
     }
     missing = {name for name in Recipe.names() if getattr(recipe, name) is None}
     source = stored.corpus_source
-    if "corpus" in missing and _is_own_program(source):
-        raise ConfigError(
-            f"the corpus of this dataset is a program ({source}), which is not run only because a "
-            "store names it; give it with --corpus"
-        )
+    if "corpus" in missing:
+        refuse_own_program(source)
     own = names_program(stored.splice_source) if "splice" in missing else None
     if own:
         raise ConfigError(
@@ -271,6 +268,15 @@ def completed_recipe(recipe: Recipe, stored: ResolvedRecipe, *, moves: bool = Fa
             kind = _SOURCES[name]
             chosen[name] = continued(getattr(recipe, name), defaults[name], kind)
     return dataclasses.replace(recipe, **chosen)
+
+
+def refuse_own_program(source: str) -> None:
+    """Refuse to take a corpus from a store if it is a program of the user's."""
+    if _is_own_program(source):
+        raise ConfigError(
+            f"the corpus of this dataset is a program ({source}), which is not run only because a "
+            "store names it; give it with --corpus"
+        )
 
 
 def _is_own_program(source: str) -> bool:
@@ -440,7 +446,7 @@ def _settled(
     )
 
 
-def _identity(
+def corpus_identity(
     recipe: Recipe, files: list[CorpusFile], reading: RowReader | None
 ) -> tuple[str, ...]:
     """Return the identity of each file: its bytes' digest, unless its format has another."""

@@ -4,7 +4,7 @@ A plain text needs none of this: `reader.py` reads its column directly.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 import xxhash
@@ -42,10 +42,13 @@ class RowReader(Protocol):
 
 @dataclass(frozen=True)
 class Chats:
-    """Columns of messages, joined in their order and rendered by a chat template."""
+    """Columns of messages, joined in their order and rendered by a chat template.
+
+    Without a template chats stay messages.
+    """
 
     columns: tuple[str, ...]
-    template: ChatTemplate
+    template: ChatTemplate | None
     flag: str = "--messages"
 
     @classmethod
@@ -79,13 +82,18 @@ class Chats:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Columns of prompts and responses, rendered by a chat template or joined."""
+    """Columns of prompts and responses, rendered by a chat template or joined.
+
+    Attributes:
+        as_chats: whether they are chats that stay messages, if there is no template.
+    """
 
     prompt: str
     response: str | None
     prefix: str
     suffix: str
     template: ChatTemplate | None
+    as_chats: bool = False
     flag: str = "--prompt-column and --response-column"
 
     @property
@@ -104,7 +112,7 @@ class Pairs:
         if not any(str(value).strip() for value in values):
             return CorpusDocument(skipped=BLANK if any(values) else EMPTY)
         prompt, response = str(values[0]), str(values[1]) if self.response else ""
-        if self.template:
+        if self.template or self.as_chats:
             messages = [{"role": "user", "content": self.prefix + prompt + self.suffix}]
             messages += [{"role": "assistant", "content": response}] * bool(self.response)
             return CorpusDocument(chat=messages)
@@ -143,6 +151,13 @@ def of_program(document: ProgramDocument, reading: "RowReader | None") -> Corpus
 def template_of(reading: RowReader | None) -> ChatTemplate | None:
     """Return the template that a reader uses, or None."""
     return reading.template if isinstance(reading, Chats | Pairs) else None
+
+
+def unrendered(reading: RowReader | None) -> RowReader | None:
+    """Return a reader whose chats stay messages, for a server that renders them itself."""
+    if isinstance(reading, Pairs):
+        return replace(reading, template=None, as_chats=reading.template is not None)
+    return replace(reading, template=None) if isinstance(reading, Chats) else reading
 
 
 def read_as(recipe: Recipe, directory: AnyPath) -> tuple[RowReader | None, str | None]:
