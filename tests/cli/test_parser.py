@@ -13,7 +13,7 @@ from spile import __version__, cli
 from spile.core.errors import ConfigError, Interrupted, SpileError, StoreError
 
 VERBS = {
-    "make a dataset": ["extract", "plan", "taps", "fetch", "convert", "legacy"],
+    "make a dataset": ["extract", "plan", "rollouts", "taps", "fetch", "convert", "legacy"],
     "look at one": ["status", "ls", "serve", "doctor"],
     "read one": ["export", "shuffle", "serve-rows"],
     "move one": ["copy", "merge", "push"],

@@ -9,13 +9,13 @@ import pytest
 
 from spile.core.errors import ConfigError
 from spile.rollouts.exchange import Sampling, UnusableAnswer, parse_answer, request
-from spile.rollouts.prompts import Prompt
+from spile.rollouts.prompts import EnginePrompt
 from support.engine_server import answer_to
 
 CHATS = Sampling(api="chat", answer_tokens=8)
 BODY = {"messages": [{"role": "user", "content": "hi"}], "seed": 3, "max_tokens": 8}
 IDS = np.arange(3, dtype=np.int32)
-PROMPT = Prompt(7, None, "hi", IDS, np.zeros(3, np.uint16), [{"role": "user"}])
+PROMPT = EnginePrompt(7, None, "hi", IDS, np.zeros(3, np.uint16), [{"role": "user"}])
 
 
 def parsed(body: Any, sampling: Sampling = CHATS) -> Any:

@@ -12,7 +12,7 @@ import pytest
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError
 from spile.core.index import ROLES
-from spile.rollouts.prompts import Prompt, PromptCorpus
+from spile.rollouts.prompts import EnginePrompt, PromptCorpus
 from support import tiny
 
 TEMPLATE = (
@@ -33,7 +33,7 @@ def lines(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def read(model: Path, corpus: object, **options: Any) -> list[Prompt]:
+def read(model: Path, corpus: object, **options: Any) -> list[EnginePrompt]:
     found = PromptCorpus(Recipe(model=str(model), corpus=str(corpus), **options), 4)
     units, _ = found.cut()
     with closing(found.open()) as reader:

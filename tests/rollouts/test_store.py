@@ -13,7 +13,7 @@ from spile.corpus.rollout_columns import COLUMNS, RECORD
 from spile.dataset.records.unit_table import UnitColumns
 from spile.objects import open_objects
 from spile.rollouts.exchange import Sampling
-from spile.rollouts.prompts import Prompt
+from spile.rollouts.prompts import EnginePrompt
 from spile.rollouts.store import AnswerRow, RolloutStore, RolloutTable, encode_unit
 
 SAMPLING = Sampling(api="chat")
@@ -58,11 +58,11 @@ def test_kept_columns_have_the_type_of_the_first_rows() -> None:
     names = [field.name for field in encode_schema()]
     assert names == [*COLUMNS, "id"]
     for value in (1.5, "x", True):
-        row = AnswerRow(Prompt(0, "empty", columns={"id": value}), 0, error="empty")
+        row = AnswerRow(EnginePrompt(0, "empty", columns={"id": value}), 0, error="empty")
         with pytest.raises(DataError, match="leave it out with --keep"):
             encode_unit([row], SAMPLING, "vllm", {"id": "int64"})
 
 
 def encode_schema() -> Any:
-    row = AnswerRow(Prompt(0, "empty", columns={"id": 1}), 0, error="empty")
+    row = AnswerRow(EnginePrompt(0, "empty", columns={"id": 1}), 0, error="empty")
     return pq.read_schema(io.BytesIO(encode_unit([row], SAMPLING, "vllm", {"id": "int64"})))

@@ -8,13 +8,13 @@ import pytest
 from spile.core.errors import ConfigError
 from spile.core.index import ROLES
 from spile.corpus.tokenize import TextTokenizer
-from spile.rollouts.exchange import Answer, Sampling
-from spile.rollouts.prompts import Prompt
+from spile.rollouts.exchange import SampledAnswer, Sampling
+from spile.rollouts.prompts import EnginePrompt
 from spile.rollouts.tokens import answered
 from support import tiny
 
 USER, ASSISTANT, TEMPLATE = ROLES["user"], ROLES["assistant"], ROLES["template"]
-PROMPT = Prompt(0, None, "ab", np.array([64, 65], np.int32), np.full(2, USER, np.uint16))
+PROMPT = EnginePrompt(0, None, "ab", np.array([64, 65], np.int32), np.full(2, USER, np.uint16))
 CHAT = Sampling(api="chat")
 
 
@@ -23,13 +23,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     return TextTokenizer(tiny.write_model(tmp_path_factory.mktemp("m") / "m"), "none")
 
 
-def answer(**changes: Any) -> Answer:
+def answer(**changes: Any) -> SampledAnswer:
     ids, logs = np.array([66, 67], np.int32), np.array([-1, -2], np.float32)
     whole: dict[str, Any] = {
         "ids": ids, "pieces": ["c", "d"], "logprobs": logs, "prompt_ids": None, "text": "cd",
         "thinking": None, "tool_calls": None, "finish_reason": "stop", "model": "m",
     }  # fmt: skip
-    return Answer(**{**whole, **changes})
+    return SampledAnswer(**{**whole, **changes})
 
 
 def test_what_the_engine_tells_is_taken(tokenizer: TextTokenizer) -> None:

@@ -16,7 +16,7 @@ import xxhash
 
 from spile.core.bounded_json import JsonError, parse_json_object
 from spile.core.errors import ConfigError
-from spile.rollouts.prompts import Prompt
+from spile.rollouts.prompts import EnginePrompt
 
 CHAT, COMPLETIONS = "chat", "completions"
 PATHS = {CHAT: "/chat/completions", COMPLETIONS: "/completions"}
@@ -95,7 +95,13 @@ class Sampling:
 
 
 def request(
-    sampling: Sampling, prompt: Prompt, answer: int, *, model: str, engine: str, system: str | None
+    sampling: Sampling,
+    prompt: EnginePrompt,
+    answer: int,
+    *,
+    model: str,
+    engine: str,
+    system: str | None,
 ) -> dict[str, Any]:
     """Return the body of the request for one answer."""
     body: dict[str, Any] = {
@@ -113,7 +119,7 @@ def request(
 
 
 @dataclass(frozen=True)
-class Answer:
+class SampledAnswer:
     """What a server sampled.
 
     Attributes:
@@ -144,7 +150,7 @@ class Answer:
         return None if self.thinking or self.tool_calls else self.text
 
 
-def parse_answer(data: bytes, sampling: Sampling, vocabulary: int) -> Answer:
+def parse_answer(data: bytes, sampling: Sampling, vocabulary: int) -> SampledAnswer:
     """Parse the body of an answer; raise UnusableAnswer if it is not one."""
     try:
         body = parse_json_object(data)
@@ -171,7 +177,7 @@ def parse_answer(data: bytes, sampling: Sampling, vocabulary: int) -> Answer:
             raise UnusableAnswer(f"it has {len(other)} {name} of {sampling.answer_tokens} at most")
     if found is not None and logprobs is not None and len(found) != len(logprobs):
         raise UnusableAnswer(f"it has {len(found)} token ids and {len(logprobs)} log-probabilities")
-    return Answer(
+    return SampledAnswer(
         ids=found,
         pieces=pieces,
         logprobs=logprobs,

@@ -34,7 +34,7 @@ UNANSWERABLE = "ends with no message to answer"
 
 
 @dataclass(frozen=True)
-class Prompt:
+class EnginePrompt:
     """A document to be continued, or the reason it is skipped.
 
     Attributes:
@@ -161,7 +161,7 @@ class PromptReader:
         self._reader, self._tokenizer = reader, tokenizer
         self._pool = RenderPool(template) if template else None
 
-    def read(self, unit: Unit) -> list[Prompt]:
+    def read(self, unit: Unit) -> list[EnginePrompt]:
         """Return every document of a unit, in order, skipped or not."""
         documents = self._reader.read(unit.spans, unit.first_doc, unit.skip).every
         chats = [self._answerable(document) for document in documents]
@@ -208,15 +208,15 @@ def _prompt(
     document: CorpusDocument,
     said: Mapping[int, Any],
     tokens: Mapping[int, tuple[np.ndarray, np.ndarray]],
-) -> Prompt:
+) -> EnginePrompt:
     columns = document.columns or {}
     if document.skipped is not None:
-        return Prompt(document.ordinal, document.refusal or document.skipped, columns=columns)
+        return EnginePrompt(document.ordinal, document.refusal or document.skipped, columns=columns)
     chat, tools = said.get(document.ordinal, (None, None))
     ids, roles = tokens[document.ordinal]
     if not len(ids):
-        return Prompt(document.ordinal, "no tokens", columns=columns)
-    return Prompt(document.ordinal, None, document.text, ids, roles, chat, tools, columns)
+        return EnginePrompt(document.ordinal, "no tokens", columns=columns)
+    return EnginePrompt(document.ordinal, None, document.text, ids, roles, chat, tools, columns)
 
 
 def _without_nulls(value: Any) -> Any:

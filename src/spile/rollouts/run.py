@@ -30,12 +30,12 @@ from spile.rollouts.exchange import (
     CHAT,
     COMPLETIONS,
     PATHS,
-    Answer,
+    SampledAnswer,
     Sampling,
     parse_answer,
     request,
 )
-from spile.rollouts.prompts import Prompt, PromptCorpus, PromptReader
+from spile.rollouts.prompts import EnginePrompt, PromptCorpus, PromptReader
 from spile.rollouts.store import AnswerRow, RolloutStore, RolloutTable, encode_unit
 from spile.rollouts.tokens import TOKENIZER, answered
 
@@ -265,7 +265,7 @@ class _Run:
     async def _unit(
         self,
         unit: Unit,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[EnginePrompt],
         engines: Engines,
         in_thread: Callable[..., Any],
     ) -> None:
@@ -284,7 +284,7 @@ class _Run:
         self._counts.units += 1
         self._counts.prompts += len(prompts)
 
-    async def _answer(self, prompt: Prompt, number: int, engines: Engines) -> AnswerRow:
+    async def _answer(self, prompt: EnginePrompt, number: int, engines: Engines) -> AnswerRow:
         sampling, counts = self._sampling, self._counts
         async with self._room:
             body = request(
@@ -299,7 +299,7 @@ class _Run:
         if isinstance(found, Refusal):
             self._refuse(found)
             return AnswerRow(prompt, number, error=f"refused, {found.reason}")
-        assert isinstance(found, Answer)
+        assert isinstance(found, SampledAnswer)
         tokens = answered(prompt, found, sampling, self._corpus.tokenizer)
         counts.answers += 1
         counts.tokens += len(tokens.ids) - tokens.prompt

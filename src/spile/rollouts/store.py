@@ -24,8 +24,8 @@ from spile.dataset import format as fmt
 from spile.dataset.codec.columns import named_by_content
 from spile.dataset.records.unit_table import UnitColumns, read_units
 from spile.objects import Objects
-from spile.rollouts.exchange import Answer, Sampling
-from spile.rollouts.prompts import Prompt
+from spile.rollouts.exchange import SampledAnswer, Sampling
+from spile.rollouts.prompts import EnginePrompt
 from spile.rollouts.tokens import AnsweredTokens
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -150,9 +150,9 @@ def _unit_key(unit: int) -> str:
 class AnswerRow:
     """One answer to a prompt, or why there is none."""
 
-    prompt: Prompt
+    prompt: EnginePrompt
     number: int
-    answer: Answer | None = None
+    answer: SampledAnswer | None = None
     tokens: AnsweredTokens | None = None
     error: str | None = None
 
@@ -204,7 +204,7 @@ def _json(value: Any) -> str | None:
     return None if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def _kept(prompt: Prompt, kept: Mapping[str, str]) -> dict[str, Any]:
+def _kept(prompt: EnginePrompt, kept: Mapping[str, str]) -> dict[str, Any]:
     """Return the kept columns of a prompt, in their types."""
     found: dict[str, Any] = {}
     for name, kind in kept.items():

@@ -7,8 +7,8 @@ import numpy as np
 from spile.core.errors import ConfigError
 from spile.core.index import ROLES
 from spile.corpus.tokenize import TextTokenizer
-from spile.rollouts.exchange import COMPLETIONS, Answer, Sampling
-from spile.rollouts.prompts import Prompt
+from spile.rollouts.exchange import COMPLETIONS, SampledAnswer, Sampling
+from spile.rollouts.prompts import EnginePrompt
 
 SENT, ENGINE, TOKENIZER = "sent", "engine", "tokenizer"  # where token ids come from
 
@@ -35,7 +35,7 @@ class AnsweredTokens:
 
 
 def answered(
-    prompt: Prompt, answer: Answer, sampling: Sampling, tokenizer: TextTokenizer
+    prompt: EnginePrompt, answer: SampledAnswer, sampling: Sampling, tokenizer: TextTokenizer
 ) -> AnsweredTokens:
     """Join the tokens of a prompt and of an answer to it."""
     read, roles, prompt_from = prompt.ids, prompt.roles, TOKENIZER
