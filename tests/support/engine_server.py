@@ -76,7 +76,7 @@ def serving(engine: str = "vllm", faults: Sequence[str] = ()) -> Iterator[Engine
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: EngineServer
+    server: EngineServer  # pyright: ignore[reportIncompatibleVariableOverride]
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: Any) -> None:
