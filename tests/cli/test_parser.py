@@ -13,7 +13,16 @@ from spile import __version__, cli
 from spile.core.errors import ConfigError, Interrupted, SpileError, StoreError
 
 VERBS = {
-    "make a dataset": ["extract", "plan", "rollouts", "taps", "fetch", "convert", "legacy"],
+    "make a dataset": [
+        "extract",
+        "ingest",
+        "plan",
+        "rollouts",
+        "taps",
+        "fetch",
+        "convert",
+        "legacy",
+    ],  # fmt: skip
     "look at one": ["status", "ls", "serve", "doctor"],
     "read one": ["export", "shuffle", "serve-rows"],
     "move one": ["copy", "merge", "push"],

@@ -11,7 +11,19 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from spile import __version__
-from spile.cli import dataset, doctor, extract, launch, legacy, look, model, plan, rollouts, rows
+from spile.cli import (
+    dataset,
+    doctor,
+    extract,
+    ingest,
+    launch,
+    legacy,
+    look,
+    model,
+    plan,
+    rollouts,
+    rows,
+)
 from spile.cli.flags import Parser, Verbs
 from spile.cli.style import JsonLines, formatter
 from spile.core.errors import Interrupted, SpileError, naming_flags, printable
@@ -19,6 +31,7 @@ from spile.core.errors import Interrupted, SpileError, naming_flags, printable
 _VERBS = {  # as `spile --help` lists them
     "make a dataset": (
         extract.add_extract,
+        ingest.add_ingest,
         plan.add_plan,
         rollouts.add_rollouts,
         model.add_taps,
