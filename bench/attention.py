@@ -37,8 +37,8 @@ def measure(shape: tuple[Any, ...], options: argparse.Namespace) -> str:
     import jax
     import jax.numpy as jnp
 
-    from spile.models.forward import kernels
     from spile.models.forward.attention import Scoring, blocked, masked
+    from spile.models.forward.kernels import attention as kernels
 
     _, heads, kv_heads, dim, seq, window, cap, sunk = shape
     rows = max(1, options.tokens // seq)
@@ -89,7 +89,7 @@ def main() -> None:
 
     import jax
 
-    from spile.models.forward.kernels import missing_kernels
+    from spile.models.forward.kernels.attention import missing_kernels
 
     on_gpu = jax.default_backend() == "gpu"
     options.missing = (

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from chaos.harness import run
-from spile.cli.plan import Duration, _seconds, _timed, _tokens, attention_row, unknown
+from spile.cli.plan import (
+    Duration,
+    _seconds,
+    _timed,
+    _tokens,
+    attention_row,
+    recurrence_rows,
+    unknown,
+)
 from spile.core.errors import ConfigError
 from spile.models.config.kernel_choice import KernelChoice
 
@@ -59,6 +67,13 @@ def test_the_attention_kernel_is_named_with_why_not_a_better_one() -> None:
         "heads of 512: blocks of plain products, anywhere (splash: too wide)"
     )
     assert attention_row({}) == ("attention", "none: no layer of the model attends")
+
+
+def test_the_kernel_of_recurrent_layers_is_named_if_there_are_such_layers() -> None:
+    assert recurrence_rows(None) == []
+    choice = KernelChoice("chunks", {"fused": "there is none for cpu"})
+    ((name, told),) = recurrence_rows(choice)
+    assert (name, told[-30:]) == ("recurrent layers", "(fused: there is none for cpu)")
 
 
 def test_what_is_counted_is_printed_before_any_step_is_measured(

@@ -85,7 +85,7 @@ def diagnose() -> Diagnosis:
     """Examine this machine. Starts its devices; contacts no other machine."""
     name, count, kind, limit, problem, slow = "none", 0, "", None, None, None
     try:
-        from spile.models.forward.kernels import missing_kernels
+        from spile.models.forward.kernels.attention import missing_kernels
         from spile.run.world.devices import devices_here, memory_limit, prepared_device
 
         limit = memory_limit(prepared_device())

@@ -20,7 +20,9 @@ from spile.core.pool import is_reduced
 from spile.models.config.kernel_choice import (
     KernelChoice,
     attention_kernels,
+    recurrence_kernel,
     told_kernels,
+    told_recurrence,
     too_new,
 )
 from spile.objects import check_creates_once, is_bucket, open_objects
@@ -135,8 +137,16 @@ def plan(arguments: argparse.Namespace) -> None:
         price=price,
     )
     kernels = _kernels(job, runtime, platform, capability, here=target is None)
+    arch, dtype = job.checkpoint.arch, job.recipe.compute_dtype
+    recurrence = recurrence_kernel(platform, arch, dtype, capability)
     if not arguments.json:
-        _print_rows([*counted_rows(job.recipe.to_json(), cost), attention_row(kernels)])
+        _print_rows(
+            [
+                *counted_rows(job.recipe.to_json(), cost),
+                attention_row(kernels),
+                *recurrence_rows(recurrence),
+            ]
+        )
     pace = measure_throughput(job, runtime, machine)
     if not arguments.json:
         _print_rows(pace.rows())
@@ -152,6 +162,7 @@ def plan(arguments: argparse.Namespace) -> None:
         names = dict.fromkeys(choice.name for choice in kernels.values())
         against = {n: why for choice in kernels.values() for n, why in choice.passed_over.items()}
         told |= {"attention": ", ".join(names) or None, "attention_passed_over": against}
+        told |= {"recurrence": recurrence and recurrence.name}
         print(json.dumps({**told, "time": dataclasses.asdict(time)}))
     else:
         _print_rows(_timed(time))
@@ -211,7 +222,7 @@ def _kernels(
     """Return the attention kernels of a run. Other machines have all that their GPUs can run."""
     missing: Mapping[str, str] = too_new(capability) if platform == "gpu" else {}
     if here and platform == "gpu":
-        from spile.models.forward.kernels import missing_kernels
+        from spile.models.forward.kernels.attention import missing_kernels
 
         missing = missing_kernels()
     recipe, arch = job.recipe, job.checkpoint.arch
@@ -334,6 +345,10 @@ def counted_rows(recipe: Mapping[str, Any], cost: "Estimate") -> list[tuple[str,
 
 def attention_row(kernels: Mapping[int, KernelChoice]) -> tuple[str, str]:
     return "attention", told_kernels(kernels)
+
+
+def recurrence_rows(choice: KernelChoice | None) -> list[tuple[str, str]]:
+    return [("recurrent layers", told_recurrence(choice))] if choice else []
 
 
 def _kept(recipe: Mapping[str, Any], cost: "Estimate") -> str:

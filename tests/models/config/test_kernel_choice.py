@@ -7,7 +7,7 @@ import pytest
 
 from spile.core.config import Runtime
 from spile.core.errors import ConfigError
-from spile.models.config.arch import STATE_SPACE, Experts, Latent, Layer
+from spile.models.config.arch import STATE_SPACE, Experts, GatedDelta, Latent, Layer, StateSpace
 from spile.models.config.hf_config import read_config
 from spile.models.config.kernel_choice import (
     BLOCKED,
@@ -15,7 +15,9 @@ from spile.models.config.kernel_choice import (
     KernelChoice,
     attention_kernels,
     no_gradient,
+    recurrence_kernel,
     told_kernels,
+    told_recurrence,
     too_new,
 )
 from support import tiny
@@ -133,3 +135,29 @@ def test_a_gpu_too_old_for_every_kernel_attends_in_blocks(changes: dict[str, Any
     assert told.startswith("blocks of plain products, anywhere (mosaic: needs a GPU of compute ")
     assert "triton: needs a GPU of compute capability 8 or more, not 7.5" in told
     assert not too_new(9.0) and set(too_new(8.6)) == {"mosaic", "cudnn"}
+
+
+def test_recurrent_layers_run_kernels_on_hopper_gpus() -> None:
+    space = StateSpace(heads=8, head_dim=64, groups=1, state=128, kernel=4, norm_eps=1e-5)
+    delta = GatedDelta(
+        key_heads=2, value_heads=4, key_dim=128, value_dim=128, kernel=4, norm_eps=1e-5
+    )
+
+    def told(platform: str = "gpu", dtype: str = "bfloat16", at: float = 9.0, **own: Any) -> str:
+        arch = replace(ARCH, **(own or {"state_space": space, "delta": delta}))
+        choice = recurrence_kernel(platform, arch, dtype, at)
+        assert choice
+        return told_recurrence(choice)
+
+    assert recurrence_kernel("gpu", ARCH, "bfloat16", 9.0) is None
+    assert told() == "Triton kernels that keep states in registers, for Hopper GPUs"
+    assert told(dtype="float8_e4m3") == told()
+    plain = "chunks of plain products in float32, anywhere (fused: "
+    assert told("tpu") == plain + "there is none for tpu)"
+    assert told(at=8.0) == plain + "needs a GPU of compute capability 9, not 8)"
+    assert told(dtype="float32") == plain + "multiplies in bfloat16, float32 was asked for)"
+    wide = replace(space, head_dim=96)
+    sizes = "takes keys and values of 16, 32, 64 or 128, not 96)"
+    assert told(state_space=wide) == plain + sizes
+    by_channel = replace(delta, by_channel=True)
+    assert told(delta=by_channel) == plain + "needs one decay for all channels of a head)"

@@ -27,7 +27,7 @@ from spile.models.files.demo import demo_model
 from spile.models.forward import decoder
 from spile.models.forward.attention import Attention, blocked, masked, narrowed
 from spile.models.forward.decoder import Decoder, Inputs, needs_whole_block
-from spile.models.forward.kernels import for_platform
+from spile.models.forward.kernels.attention import for_platform
 from spile.models.forward.mixers import gated_delta, state_space
 from spile.models.forward.weights import LayerSchedule, load_params
 from spile.models.sites import AFTER_BLOCKS, SITES

@@ -1,10 +1,10 @@
-"""Which attention kernels serve which model on which device, and why. No jax.
+"""Which kernels serve which model on which device, and why. No jax.
 
 `attention_kernels` goes through the kernels of a platform, best first by what was measured (docs/
 benchmarks.md), and takes the first that serves a model's heads and that the machine has. If there
 is none, attention runs in blocks (`attention.blocked`): slower, but its work is in proportion to
 the documents' lengths and its memory to the tokens. Where layers have heads of several widths, each
-width has its own kernel.
+width has its own kernel. `recurrence_kernel` chooses how recurrent layers run their rule.
 """
 
 from collections.abc import Mapping
@@ -23,11 +23,18 @@ KERNELS = {
     "splash": "jax's splash attention, for TPUs",
     BLOCKED: "blocks of plain products, anywhere",
 }
+CHUNKS, FUSED = "chunks", "fused"
+RECURRENCES = {
+    FUSED: "Triton kernels that keep states in registers, for Hopper GPUs",
+    CHUNKS: "chunks of plain products in float32, anywhere",
+}
+_TILES = (16, 32, 64, 128)  # sizes of a head's state
 _MOST_HEAD_DIM = 256
 _LANES = 128  # tokens of a row must fill them, on a TPU
 
 
 # The compute capability of the first GPUs that can run a kernel.
+_HOPPER = 9
 _LEAST = {"mosaic": 9.0, "cudnn": 9.0, "triton": 8.0}
 
 
@@ -91,6 +98,40 @@ def told_kernels(choices: Mapping[int, KernelChoice]) -> str:
         heads = f"heads of {' and '.join(map(str, own))}: " if len(widths) > 1 else ""
         parts.append(heads + KERNELS[name] + (f" ({why})" if why else ""))
     return "; ".join(parts)
+
+
+def recurrence_kernel(
+    platform: str, arch: Arch, dtype: str, capability: float
+) -> KernelChoice | None:
+    """Choose how recurrent layers run their rule; None if the model has no such layer."""
+    space, delta = arch.state_space, arch.delta
+    if space is None and delta is None:
+        return None
+    sizes = [space.state, space.head_dim] if space else []
+    sizes += [delta.key_dim, delta.value_dim] if delta else []
+    reason = unfit_recurrence(platform, dtype, capability, *sizes)
+    if reason is None and delta and delta.by_channel:
+        reason = "needs one decay for all channels of a head"
+    return KernelChoice(FUSED, {}) if reason is None else KernelChoice(CHUNKS, {FUSED: reason})
+
+
+def unfit_recurrence(platform: str, dtype: str, capability: float, *sizes: int) -> str | None:
+    """Why the kernels of recurrent layers cannot run; None if they can."""
+    if platform != "gpu":
+        return f"there is none for {platform}"
+    if int(capability) != _HOPPER:
+        return f"needs a GPU of compute capability 9, not {capability:g}"
+    if dtype not in ("bfloat16", "float8_e4m3"):
+        return f"multiplies in bfloat16, {dtype} was asked for"
+    unfit = [size for size in sizes if size not in _TILES]
+    if unfit:
+        return f"takes keys and values of 16, 32, 64 or 128, not {unfit[0]}"
+    return None
+
+
+def told_recurrence(choice: KernelChoice) -> str:
+    """How recurrent layers run their rule, with the reason why no kernel does."""
+    return RECURRENCES[choice.name] + (f" ({choice.why})" if choice.why else "")
 
 
 def no_gradient(platform: str, arch: Arch, dtype: str) -> str | None:

@@ -722,7 +722,7 @@ def _state_space(
 def _convolve(
     x: Hidden, block: Block, layer: Layer, run: _Run, at: At, lent: Lent | None
 ) -> tuple[Hidden, None, SiteValues]:
-    out, values = short_convolution(x, block, run.segments, at)
+    out, values = short_convolution(x, block, run.segments, at, shards=run.shards)
     return out, None, values
 
 

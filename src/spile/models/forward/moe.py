@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spile.models.config.arch import Arch, Experts
-from spile.models.forward.grouped import (
+from spile.models.forward.kernels.grouped import (
     EIGHT,
     Grouped,
     Groups,

@@ -33,7 +33,7 @@ from spile.models.config.arch import Arch, Layer
 from spile.models.files.sae import SparseEncoder
 from spile.models.forward.attention import narrowed
 from spile.models.forward.decoder import AFTER, BEFORE, Beside, Decoder, Inputs
-from spile.models.forward.kernels import chosen_kernels, for_platform
+from spile.models.forward.kernels.attention import chosen_kernels, for_platform
 from spile.models.forward.pooling import Pooling
 from spile.models.forward.sharding import PINNED, Shards, local_runs, put
 from spile.models.forward.weights import LayerSchedule, Params, WeightArrays

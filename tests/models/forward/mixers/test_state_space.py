@@ -113,7 +113,7 @@ def a_block(layer: int, seed: int = 0) -> dict[str, jax.Array]:
 def mixed(x: jax.Array, segments: jax.Array, arch: Arch = ARCH) -> dict[str, jax.Array]:
     """The values inside and behind both mixers, which read the same input."""
     out, inside = mixer.state_space(x, a_block(0), segments, arch, in_block({}), shards=None)
-    convolved, others = short_convolution(x, a_block(1), segments, in_block({}))
+    convolved, others = short_convolution(x, a_block(1), segments, in_block({}), shards=None)
     return {
         **inside, "ssm_out": out, "short_out": convolved,
         **{f"short_{name}": value for name, value in others.items()},

@@ -7,7 +7,8 @@ every document. Each dimension of a key may have its own decay (`decay_by_channe
 
 `recurrent` is that definition, token by token. `chunked` is what runs: it computes the same values
 by matrix products within chunks of tokens, and only the chunks run in sequence. Both compute in
-float32. Within a chunk, what each token writes depends on what the earlier ones wrote. This is a
+float32. On GPUs that they serve, two kernels do the same for 16-bit values (`kernels.gated_delta`).
+Within a chunk, what each token writes depends on what the earlier ones wrote. This is a
 triangular system, whose inverse is built from the inverses of its halves. (Its power series would
 take fewer steps, but loses all precision if keys are similar.)
 """
@@ -25,6 +26,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from spile.models.config.arch import Arch, GatedDelta
+from spile.models.forward.kernels import gated_delta as kernel
+from spile.models.forward.kernels.chunks import serves_recurrence, with_gradient_of
 from spile.models.forward.mixers import decay_by_channel
 from spile.models.forward.mixers.recurrence import (
     convolution,
@@ -74,12 +77,13 @@ def gated_delta(
     assert delta
     convolved = [
         convolution(
-            linear(x, block[f"wd{name}"]), block[f"conv_{name}"], None, segments, arch.activation
+            linear(x, block[f"wd{name}"]), block[f"conv_{name}"], None, segments, arch.activation,
+            shards=shards,
         )
         for name in "qkv"
-    ]
+    ]  # fmt: skip
     conv_out = at("conv_out", jnp.concatenate(convolved, axis=-1))
-    read = _by_heads(shards, _rule(delta, state_norms))(
+    read = _by_heads(shards, _rule(delta, state_norms, conv_out.dtype))(
         *_split(conv_out, delta), *_strengths(x, block, delta), segments
     )
     gate = _projected(x, block, "g").reshape(read.values.shape).astype(jnp.float32)
@@ -94,13 +98,12 @@ def gated_delta(
 
 
 def _split(convolved: Channels, delta: GatedDelta) -> tuple[_Keys, _Keys, Heads]:
-    """Return queries, keys and values by head, in float32; queries and keys are normalised."""
+    """Return queries, keys and values by head."""
     width = delta.key_heads * delta.key_dim
-    q, k, v = jnp.split(convolved.astype(jnp.float32), (width, 2 * width), axis=-1)
+    q, k, v = jnp.split(convolved, (width, 2 * width), axis=-1)
     lead = convolved.shape[:2]
     q, k = (a.reshape(*lead, delta.key_heads, delta.key_dim) for a in (q, k))
-    q, k = (a * jax.lax.rsqrt(jnp.sum(a * a, axis=-1, keepdims=True) + _NORM_EPS) for a in (q, k))
-    return q * delta.key_dim**-0.5, k, v.reshape(*lead, delta.value_heads, delta.value_dim)
+    return q, k, v.reshape(*lead, delta.value_heads, delta.value_dim)
 
 
 def _projected(x: Hidden, block: Block, name: str) -> Channels:
@@ -121,13 +124,38 @@ def _strengths(x: Hidden, block: Block, delta: GatedDelta) -> tuple[Scalars, _Ke
     return written.astype(jnp.float32), -rate * forgets
 
 
-def _rule(delta: GatedDelta, state_norms: bool) -> Callable[..., Read]:
+def _rule(delta: GatedDelta, state_norms: bool, dtype: jnp.dtype) -> Callable[..., Read]:
+    """Return the rule, with queries and keys normalised: one kernel on GPUs that it serves."""
     if not delta.by_channel:
-        return partial(chunked, state_norms=state_norms)
-    # `chunked` gets norms from products of keys, which sum over channels and so lose their decays.
-    if state_norms:
-        return recurrent
-    return lambda *given: Read(decay_by_channel.chunked(*given, size=CHUNK), None)
+        plain = partial(chunked, state_norms=state_norms)
+    elif state_norms:
+        # `chunked` gets norms from products of keys, which sum over channels and so lose their
+        # decays.
+        plain = recurrent
+    else:
+        plain = _by_channel
+    exact = partial(_in_float32, rule=plain)
+    serves = serves_recurrence(dtype, delta.key_dim, delta.value_dim)
+    if state_norms or delta.by_channel or not serves:
+        return exact
+
+    def definition(*given: Array) -> Heads:
+        return exact(*given).values.astype(dtype)
+
+    fused = with_gradient_of(definition, partial(kernel.rule, eps=_NORM_EPS))
+    return lambda *given: Read(
+        jax.lax.platform_dependent(*given, cuda=fused, default=definition), None
+    )
+
+
+def _in_float32(q: _Keys, k: _Keys, v: Heads, *rest: Array, rule: Callable[..., Read]) -> Read:
+    q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
+    q, k = (a * jax.lax.rsqrt(jnp.sum(a * a, axis=-1, keepdims=True) + _NORM_EPS) for a in (q, k))
+    return rule(q * q.shape[-1] ** -0.5, k, v, *rest)
+
+
+def _by_channel(*given: Array) -> Read:
+    return Read(decay_by_channel.chunked(*given, size=CHUNK), None)
 
 
 def _by_heads(shards: Shards | None, rule: Callable[..., Read]) -> Callable[..., Read]:

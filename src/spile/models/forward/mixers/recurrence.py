@@ -9,11 +9,15 @@ All of them restart with every document of a row.
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax.lax import Precision
 from jaxtyping import Array, Bool, Float, Int
 
+from spile.models.forward.kernels import convolution as kernels
+from spile.models.forward.kernels.chunks import serves_recurrence, with_gradient_of
 from spile.models.forward.ops import Channels, Places, activate
+from spile.models.forward.sharding import Shards
 
 _STEP = 2.0**-6  # sums of multiples of this are exact in float32, up to 2^18
 
@@ -26,8 +30,28 @@ def convolution(
     bias: Float[Array, " channels"] | None,
     segments: Places,
     activation: str | None,
+    *,
+    shards: Shards | None = None,
 ) -> Channels:
-    """Convolve each channel over the last tokens of the document; then activate, if asked."""
+    """Convolve each channel over the last tokens of the document; then activate, if asked.
+
+    A GPU does so in one pass over memory. (Not on a mesh: the compiler cannot partition a kernel.)
+    """
+    plain = partial(_convolution, activation=activation)
+    ways = {}
+    if shards is None and serves_recurrence(x.dtype):
+        fused = partial(kernels.convolution, activation=activation)
+        ways["cuda"] = with_gradient_of(plain, fused)
+    return jax.lax.platform_dependent(x, kernel, bias, segments, **ways, default=plain)
+
+
+def _convolution(
+    x: Channels,
+    kernel: Float[Array, "channels 1 width"],
+    bias: Float[Array, " channels"] | None,
+    segments: Places,
+    activation: str | None,
+) -> Channels:
     weights = kernel[:, 0].astype(jnp.float32)
     width = weights.shape[1]
     total = jnp.zeros(x.shape, jnp.float32)

@@ -8,11 +8,11 @@ restart with every document.
 
 `recurrent` is that definition, token by token. `chunked` is what runs: it computes the same values
 by matrix products within chunks of tokens, and only the chunks run in sequence. Both compute in
-float32.
+float32. On GPUs that it serves, one kernel does the same for 16-bit values (`kernels.state_space`).
 """
 
 # Strict, but for values that jax's own types leave unknown.
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false
 
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +22,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from spile.models.config.arch import Arch, StateSpace
+from spile.models.forward.kernels import state_space as kernel
+from spile.models.forward.kernels.chunks import serves_recurrence, with_gradient_of
 from spile.models.forward.mixers.recurrence import (
     convolution,
     decays,
@@ -57,7 +59,7 @@ def state_space(
     convolved = [
         convolution(
             projected(name), block[f"conv_{name}"], block.get(f"conv_bias_{name}"), segments,
-            space.activation,
+            space.activation, shards=shards,
         )
         for name in "xbc"
     ]  # fmt: skip
@@ -66,8 +68,11 @@ def state_space(
     steps = projected("t").astype(jnp.float32) + _per_head(block["step_bias"])
     steps = jnp.clip(jax.nn.softplus(steps), space.least_step, space.most_step)
     kept = -jnp.exp(_per_head(block["decay"])) * steps
-    read = _by_heads(shards)(queries, keys, values * steps[..., None], kept, segments)
-    read = at("ssm_read", read + values * _per_head(block["skip"])[..., None])
+    skip = block["skip"].astype(jnp.float32)
+    read = _by_heads(shards, conv_out.dtype, space)(
+        queries, keys, values, steps, kept, skip, segments
+    )
+    read = at("ssm_read", read.astype(jnp.float32))
     gate = at("ssm_gate", jax.nn.silu(projected("z").astype(jnp.float32)).reshape(read.shape))
     z = at("ssm_z", _gated(read, gate, block, space, x.dtype))
     out = linear(z.reshape(*lead, -1), block["wmo"], block.get("bmo"))
@@ -82,9 +87,9 @@ def _per_head(values: Float[Array, " heads"]) -> Float[Array, "1 1 heads"]:
 def _split(
     convolved: Float[Array, "rows seq channels"], space: StateSpace
 ) -> tuple[Heads, _Keys, _Keys]:
-    """Return values by head, and keys and queries by group, in float32."""
+    """Return values by head, and keys and queries by group."""
     ends = (space.inner, space.inner + space.groups * space.state)
-    x, b, c = jnp.split(convolved.astype(jnp.float32), ends, axis=-1)
+    x, b, c = jnp.split(convolved, ends, axis=-1)
     lead = convolved.shape[:2]
     b, c = (each.reshape(*lead, space.groups, space.state) for each in (b, c))
     return x.reshape(*lead, space.heads, space.head_dim), b, c
@@ -101,12 +106,37 @@ def _gated(read: Heads, gate: Heads, block: Block, space: StateSpace, dtype: jnp
     return (normed if space.norm == "gated" else normed * gate).astype(dtype)
 
 
-def _by_heads(shards: Shards | None) -> Callable[..., Heads]:
+def _by_heads(shards: Shards | None, dtype: jnp.dtype, space: StateSpace) -> Callable[..., Heads]:
     """Return the rule; on a mesh, each device applies it to its rows and its heads."""
+    rule = _rule(dtype, space)
     if shards is None:
-        return chunked
-    heads, groups = (P(ROWS, None, shards.model_axis(axis)) for axis in ("ssm_heads", "ssm_groups"))
-    return shards.each(chunked, (groups, groups, heads, heads, P(ROWS)), heads)
+        return rule
+    axis = shards.model_axis("ssm_heads")
+    heads, groups = P(ROWS, None, axis), P(ROWS, None, shards.model_axis("ssm_groups"))
+    return shards.each(rule, (groups, groups, heads, heads, heads, P(axis), P(ROWS)), heads)
+
+
+def _rule(dtype: jnp.dtype, space: StateSpace) -> Callable[..., Heads]:
+    """Return the rule: one kernel on GPUs that it serves, otherwise chunks in float32."""
+    if not serves_recurrence(dtype, space.state, space.head_dim):
+        return _in_float32
+    fused = with_gradient_of(_in_float32, kernel.rule)
+    return lambda *given: jax.lax.platform_dependent(*given, cuda=fused, default=_in_float32)
+
+
+def _in_float32(
+    q: _Keys,
+    k: _Keys,
+    v: Heads,
+    steps: Scalars,
+    kept: Scalars,
+    skip: Float[Array, " heads"],
+    segments: Places,
+) -> Heads:
+    dtype = v.dtype
+    q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
+    read = chunked(q, k, v * steps[..., None], kept, segments)
+    return (read + v * skip[None, None, :, None]).astype(dtype)
 
 
 def recurrent(q: _Keys, k: _Keys, v: Heads, kept: Scalars, segments: Places) -> Heads:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spile.models.forward import grouped
-from spile.models.forward.grouped import EIGHT, Groups
+from spile.models.forward.kernels import grouped
+from spile.models.forward.kernels.grouped import EIGHT, Groups
 from support.marks import some
 
 SIZES = (300, 0, 1, 211, 128, 0)

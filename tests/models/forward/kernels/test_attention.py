@@ -15,9 +15,16 @@ import pytest
 
 from spile.models.config.arch import Latent, Layer
 from spile.models.config.hf_config import read_config
-from spile.models.forward import kernels
 from spile.models.forward.attention import Attention, Scoring, blocked, masked
-from spile.models.forward.kernels import by_width, cudnn, flash, for_platform, splash, widened
+from spile.models.forward.kernels import attention as kernels
+from spile.models.forward.kernels.attention import (
+    by_width,
+    cudnn,
+    flash,
+    for_platform,
+    splash,
+    widened,
+)
 from support import tiny
 from support.marks import some
 
