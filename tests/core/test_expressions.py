@@ -168,8 +168,8 @@ def test_spellings_of_one_expression_have_one_canonical_text(where: str, canonic
     ("where", "said"),
     [
         ("pos > 1 and poss < 3", "--where, character 13, 'poss': no such name (known: bos, eos, "
-         "special, first, last, end, system, user, assistant, tool, template, token_id, doc, "
-         "offset, pos); did you mean 'pos'?"),
+         "special, first, last, end, system, user, assistant, tool, template, thinking, answer, "
+         "token_id, doc, offset, pos); did you mean 'pos'?"),
         ("BOS", "did you mean 'bos'?"),
         ("label == 1", "'label': no such name (known: bos, "),
         ("pos >= 1 and lang == 'en'", "understood; to choose documents by a column, use"),

@@ -7,6 +7,7 @@ def test_flags_are_these_bits() -> None:
     assert FLAGS == {
         "bos": 1, "eos": 2, "special": 4, "first": 8, "last": 16, "end": 32,
         "system": 64, "user": 128, "assistant": 256, "tool": 512, "template": 1024,
+        "thinking": 2048, "answer": 4096,
     }  # fmt: skip
     assert FLAGS.items() >= ROLES.items()
 

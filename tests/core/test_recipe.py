@@ -47,6 +47,8 @@ OTHER: dict[str, Any] = {
     "text_column": "text",
     "text_documents": "file",
     "tokens_column": "input_ids",
+    "roles_column": "mask",
+    "logprobs_column": "logs",
     "tokens_dtype": "uint32",
     "doc_separator": "none",
     "template_source": "b.jinja",

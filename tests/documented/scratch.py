@@ -4,6 +4,7 @@ import functools
 import json
 import re
 import shutil
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from chaos.harness import Result, run
 from documented.pages import ROOT
 from spile.objects import open_objects
 from support import saes, servers, tiny
+from support.engine_server import EngineServer
 from support.launches import IMAGE
 
 EXTRACT = ["--model", "M", "--corpus", "C", "--taps", "T"]
@@ -29,6 +31,7 @@ _PLACEHOLDERS = {
     "REPO": "me/acts", "BRANCH": "next", "IMAGE@sha256:…": IMAGE, "$ID": "0",
     "arc:DIR": "arc:arc/training",
 }  # fmt: skip
+_ENGINE = "http://127.0.0.1:8000"
 _BUCKET = re.compile(r"(?:s3|gs)://(?:BUCKET|B)(?=/|$)")
 # Datasets that pages read: `make demo` made the first, others are there unless a page makes them.
 _DEMO = "acts/demo"
@@ -103,6 +106,10 @@ class Scratch:
         (folder / "C/docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         answers = [{"prompt": text, "answer": f"yes, {text}"} for text in texts]
         (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
+        made = [
+            {"ids": [n, n + 1, n + 2], "mask": [0, 1, 1], "logs": [-2.0, -1.0]} for n in range(8)
+        ]
+        (folder / "generated.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
         for name, record in records("docs/corpora.md").items():
             (folder / name).write_text(record)
         ids = np.array([*range(20), tiny.EOS] * 8, np.uint16)
@@ -135,6 +142,13 @@ class Scratch:
         objects.create("texts/docs.jsonl", (self.folder / "C" / "docs.jsonl").read_bytes())
         return store
 
+    @functools.cached_property
+    def engine(self) -> str:
+        """The address of an engine that answers."""
+        server = EngineServer()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return server.url
+
     def filled(self, words: list[str]) -> list[str]:
         """Return the words of a command, with small files in place of the reader's own."""
         found: list[str] = []
@@ -149,6 +163,7 @@ class Scratch:
             else:
                 found.append(word)
         named = [_PLACEHOLDERS.get(word, word) for word in found]
+        named = [self.engine if word == _ENGINE else word for word in named]
         return [_BUCKET.sub(lambda _: self.bucket, w) if "://" in w else w for w in named]
 
     def _extract(self, words: list[str]) -> list[str]:

@@ -109,7 +109,8 @@ def refused(work: Work, out: Path, *named: object, code: int = 2, **changes: Any
 def test_every_field_of_the_recipe_is_tried() -> None:
     chats = {"messages", "prompt_column", "response_column", "prompt_prefix", "prompt_suffix",
              "system", "template", "generation_prompt"}  # fmt: skip
-    ids = {"tokens_column", "tokens_dtype", "doc_separator"}  # of no text: test_token_ids.py
+    # (Of no text: test_token_ids.py and test_rollouts.py.)
+    ids = {"tokens_column", "roles_column", "logprobs_column", "tokens_dtype", "doc_separator"}
     encoders = {"encode", "latents"}  # test_encode.py
     # (plan/test_resolve.py, plan/test_passes.py and plan/test_growth.py try those that grow.)
     grown = {"add_taps", "more", "add_corpus"}

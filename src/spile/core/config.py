@@ -134,7 +134,7 @@ class Recipe(Options):
         "special token); first and last, the ends of a context (a document longer than --seq-len "
         "has several); end, a document's last token (these rows are not in the corpus's order: "
         "ds.pooled joins labels); pos in the context, offset in the document; doc, token_id; in "
-        "chats system user assistant tool template",
+        "chats system user assistant tool template; in rollouts also thinking answer",
         topic="rows",
         common=True,
     )
@@ -198,9 +198,18 @@ class Recipe(Options):
         topic="texts",
     )
     tokens_column: str | None = option(
-        "column of token ids, which are used unchanged [input_ids or tokens, if no column "
+        "column of token ids, which are used unchanged, or several joined by +, e.g. "
+        "prompt_ids+completion_ids: the last is the assistant's [input_ids or tokens, if no column "
         "holds strings]",
         topic="token ids",
+    )
+    roles_column: str | None = option(
+        "column with the speaker of each token id: names of roles, flags of the index, or a loss "
+        "mask, whose ones are the assistant's [roles, in rollouts]"
+    )
+    logprobs_column: str | None = option(
+        "column with the engine's log-probability of each token id, or of the last ones; compared "
+        "with the model's own, which then runs whole; none: not read [logprobs, in rollouts]"
     )
     tokens_dtype: str | None = option(
         "dtype of .bin files [uint16 if the vocabulary fits]", choices=("uint16", "uint32")

@@ -11,8 +11,11 @@ BOS, EOS, SPECIAL, FIRST, LAST, END = 1, 2, 4, 8, 16, 32
 SPECIALS = BOS | EOS | SPECIAL
 # The speaker, in a chat. TEMPLATE marks text that the chat template added.
 ROLES = {"system": 64, "user": 128, "assistant": 256, "tool": 512, "template": 1024}
+# Of rollouts: which tokens of the assistant are thinking, and which are not.
+THINKING, ANSWER = 2048, 4096
 FLAGS = {
     "bos": BOS, "eos": EOS, "special": SPECIAL, "first": FIRST, "last": LAST, "end": END, **ROLES,
+    "thinking": THINKING, "answer": ANSWER,
 }  # fmt: skip
 # Flags as conditions and tables name them, with the bits of each: `special` is any special token.
 NAMED_FLAGS = {**FLAGS, "special": SPECIALS}

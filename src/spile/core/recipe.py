@@ -30,9 +30,8 @@ OF_A_PASS = (
 TOPS = (*LARGEST,)  # how many values taps keep that keep the largest
 # Fields that are left out of a stored recipe if nothing is given: so fingerprints stay as they were
 # before there were any.
-_LATER: dict[str, Any] = {
-    "splice": (), "splice_source": None, "pool": None, "rows_by": None, **dict.fromkeys(TOPS)
-}  # fmt: skip
+_OPTIONAL = ("pool", "rows_by", "roles_column", "logprobs_column", *TOPS)
+_LATER: dict[str, Any] = {"splice": (), "splice_source": None, **dict.fromkeys(_OPTIONAL)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +66,8 @@ class ResolvedRecipe:
     text_column: str | None
     text_documents: str
     tokens_column: str | None = None
+    roles_column: str | None = None
+    logprobs_column: str | None = None
     tokens_dtype: str | None = None
     doc_separator: str | None = None
     messages: str | None = None
@@ -126,7 +127,7 @@ class ResolvedRecipe:
 
     def to_json(self) -> dict[str, Any]:
         everything = json.loads(json.dumps(dataclasses.asdict(self)))
-        without = {name for name in ("pool", "rows_by", *TOPS) if getattr(self, name) is None}
+        without = {name for name in _OPTIONAL if getattr(self, name) is None}
         without |= set[str]() if self.splice else {"splice", "splice_source"}
         return {name: value for name, value in everything.items() if name not in without}
 

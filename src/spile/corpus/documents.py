@@ -15,9 +15,11 @@ import numpy as np
 import xxhash
 
 from spile.core.identity import summed_digest
+from spile.core.index import DOCUMENT_COLUMNS
 from spile.corpus.select import BLANK, EMPTY, FILTERED, TOO_LARGE
 
 LONGEST = 4096  # characters of one value
+NO_COLUMNS = "none"  # the value of --keep that keeps none
 _INT64 = 1 << 63
 
 # Ranges of characters (start, stop) in order, each with a number: of roles the speaker's flag, of
@@ -44,6 +46,8 @@ class CorpusDocument:
         spans: the ranges that a message has, or that a column gives, for `--pool`; None if they
             are not known.
         ids: token ids in int32, if the document came as such.
+        said: the flag of each id's speaker, if it came with them.
+        logprobs: an engine's log-probability of each id, or NaN, if it came with them.
         skipped: the reason it is skipped; None if it is not.
         columns: the columns of its row, as in the file; after `keep`, only the chosen ones, in
             types that fit a table. None if it has no row.
@@ -61,6 +65,8 @@ class CorpusDocument:
     roles: Roles = ()
     spans: Roles | None = None
     ids: np.ndarray | None = None
+    said: np.ndarray | None = None
+    logprobs: np.ndarray | None = None
     skipped: str | None = None
     columns: Mapping[str, Any] | None = field(default=None, compare=False)
     preview: str | None = None
@@ -135,7 +141,7 @@ class CorpusDocument:
     def skip(self, reason: str) -> None:
         """Skip the document and drop everything the model would read."""
         self.text, self.roles, self.ids, self.row, self.chat = "", (), None, None, None
-        self.spans = None
+        self.spans = self.said = self.logprobs = None
         self.tools = None
         self.skipped = reason
 
@@ -184,6 +190,13 @@ class Documents:
         """
         hashes = (xxhash.xxh3_128_intdigest(document.content) for document in self.usable)
         return summed_digest(hashes)
+
+
+def can_be_named(name: str) -> bool:
+    """Return whether `--keep` could name a column: on resuming, the stored names are parsed so."""
+    if name in ("", NO_COLUMNS, *DOCUMENT_COLUMNS):
+        return False
+    return name == name.strip() and name.isprintable() and "," not in name
 
 
 def plain(value: Any) -> bool | int | float | str | None:

@@ -11,6 +11,7 @@ from spile.corpus import formats
 from spile.corpus.formats.contract import CorpusFile, CorpusFormat
 from spile.corpus.formats.datasets_library import build, is_built
 from spile.corpus.programs.program import Program, is_program
+from spile.corpus.rollout_columns import DATA, RECORD
 from spile.objects.hub.names import BUILT, hub_name
 from spile.objects.paths import AnyPath, files_below, files_matching, path_of
 
@@ -37,7 +38,8 @@ def find_files(corpus: str, cache: str | None = None) -> list[CorpusFile]:
     if path.is_file():
         return [_classify(path)]
     if path.is_dir():
-        candidates = files_below(path)
+        made = (path / RECORD).is_file()  # what else a directory of rollouts holds is no corpus
+        candidates = files_below(path / DATA.rstrip("/") if made else path)
     else:
         candidates = files_matching(corpus)
         if not candidates:

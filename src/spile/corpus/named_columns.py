@@ -13,6 +13,7 @@ from spile.core.humanize import plural
 from spile.core.index import DOCUMENT_COLUMNS
 from spile.core.options import listed
 from spile.corpus.chats.rows import RowReader
+from spile.corpus.documents import NO_COLUMNS, can_be_named
 from spile.corpus.formats.contract import CorpusFile, ReadContext, ReadOptions
 from spile.corpus.reader import CorpusReader
 from spile.corpus.units import sampled_files
@@ -20,12 +21,11 @@ from spile.corpus.units import sampled_files
 LABEL = 64  # longest text of a label, in characters
 _MOST_LABELS = 32
 _ALWAYS = ("id", "url")  # kept by default, whatever their values
-_NONE = "none"
 
 
 def parse_keep(keep: str) -> tuple[str, ...]:
     """Return the columns that `--keep` names, sorted: their order does not change the dataset."""
-    if keep == _NONE:
+    if keep == NO_COLUMNS:
         return ()
     names = [name.strip() for name in keep.split(",")]
     for name in names:
@@ -41,14 +41,7 @@ def parse_keep(keep: str) -> tuple[str, ...]:
 
 def keep_spelled(keep: tuple[str, ...]) -> str:
     """Return the text that `parse_keep` reads back."""
-    return ",".join(keep) or _NONE
-
-
-def _can_be_named(name: str) -> bool:
-    """Return whether `--keep` could name a column: on resuming, the stored names are parsed so."""
-    if name in ("", _NONE, *DOCUMENT_COLUMNS):
-        return False
-    return name == name.strip() and name.isprintable() and "," not in name
+    return ",".join(keep) or NO_COLUMNS
 
 
 def refuse_missing_columns(reader: CorpusReader, named: tuple[str, ...]) -> None:
@@ -101,9 +94,9 @@ def settled_columns(
     with closing(CorpusReader(files, options, reading=reading)) as reader:
         if first.keeps_all:
             said = {*reader.columns_of(0)} - reader.made_of(0)
-            return tuple(sorted(filter(_can_be_named, said)))
+            return tuple(sorted(filter(can_be_named, said)))
         found = [name for name in reader.columns_of(0) if name in _ALWAYS]
-        labels = [name for name in _short_columns(reader) if _can_be_named(name)]
+        labels = [name for name in _short_columns(reader) if can_be_named(name)]
         return tuple(sorted({*found, *labels[:_MOST_LABELS]}))
 
 

@@ -5,8 +5,6 @@
 The columns of the prompts' own rows that were kept follow those below, under their own names.
 """
 
-from spile.core.index import ROLES
-
 RECORD = "rollouts.json"  # what makes a directory one of rollouts
 DATA = "data/"
 
@@ -23,4 +21,5 @@ COLUMNS = (
     "prompt_text", "messages", "tools", "seed", "sampling", "model",
 )  # fmt: skip
 
-SPOKEN = sum(ROLES.values())  # all bits that a speaker may have
+# The columns that the documents of rollouts keep, if --keep does not say.
+KEPT = (PROMPT, ANSWER, PROMPT_TOKENS, "finish_reason", "prompt_ids_from", "answer_ids_from")

@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -13,6 +14,7 @@ from spile.core.errors import ConfigError, InputError, SpileError
 from spile.core.index import BOS, EOS, ROLES, SPECIAL
 from spile.core.panics import without_panic
 from spile.corpus.documents import Documents
+from spile.corpus.thinking import BRACKETS, MARKS, ThinkingMarks, thinking_flags
 from spile.objects.paths import AnyPath, read_json
 
 # Keys of `tokenizer_config.json` that name special tokens, besides those that end in `_token`.
@@ -177,6 +179,16 @@ class TextTokenizer:
     def max_id(self) -> int:
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
 
+    @cached_property
+    def thinking(self) -> ThinkingMarks:
+        """The ids that mark thinking in this tokenizer, if it has tokens for that."""
+        added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        known = (pair for pair in MARKS if added.issuperset(BRACKETS.findall("".join(pair))))
+        return [
+            (self.encode_plain(opening).tolist(), self.encode_plain(closing).tolist())
+            for opening, closing in known
+        ]
+
     def _special(self, name: str, settings: dict[str, Any], config: dict[str, Any]) -> int | None:
         content = _content(settings.get(f"{name}_token"))
         found = self._tokenizer.token_to_id(content) if content else None
@@ -199,10 +211,16 @@ def tokenize(
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return the token ids of each usable document, and the flags of its tokens if it has roles.
 
-    Documents that came as token ids are returned unchanged.
+    The ids of documents that came as such are returned unchanged.
     """
     if documents.ids:
-        return documents.ids, []
+        said = [document.said for document in documents.usable]
+        flags = [
+            roles | thinking_flags(ids, roles, tokenizer.thinking)
+            for ids, roles in zip(documents.ids, said, strict=True)
+            if roles is not None
+        ]
+        return documents.ids, flags
     roles = [document.roles for document in documents.usable]
     if any(roles):
         return tokenizer.encode_roles(documents.texts, roles)

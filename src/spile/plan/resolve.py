@@ -78,7 +78,8 @@ _log = logging.getLogger("spile.plan")
 _UNIT_TOKENS = 4_000_000  # on accelerators
 # Options that need no default.
 _AS_GIVEN = (
-    "latents", "text_column", "tokens_column", "tokens_dtype", "doc_separator", "messages",
+    "latents", "text_column", "tokens_column", "roles_column", "logprobs_column", "tokens_dtype",
+    "doc_separator", "messages",
     "prompt_column", "response_column", "prompt_prefix", "prompt_suffix", "system", "filter",
     "shuffle_docs", "fraction", "holdout", "min_tokens", "max_doc_tokens", "max_docs", "max_tokens",
 )  # fmt: skip
@@ -590,7 +591,8 @@ def _warn_of_no_choice(resolved: ResolvedRecipe, index: np.ndarray) -> None:
 def _refuse_drift(
     ledger: Ledger, stored: Table, now: ResolvedRecipe, files: list[CorpusFile]
 ) -> None:
-    unsaid: dict[str, Any] = {"splice": [], "pool": None, **dict.fromkeys(TOPS)}
+    later = ("pool", "roles_column", "logprobs_column", *TOPS)
+    unsaid: dict[str, Any] = {"splice": [], **dict.fromkeys(later)}
     old, new = unsaid | stored.whole_recipe.identity(), unsaid | now.identity()
     differences: dict[str, tuple[object, object]] = {}
     for name in old:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError, DataError, InputError
+from spile.core.index import ROLES
 from spile.corpus.files import find_files
 from spile.corpus.formats.contract import ReadOptions
 from spile.corpus.formats.token_ids import FlatArray, TokenIds, settle_ids
@@ -199,3 +200,47 @@ def test_a_large_array_that_no_separator_cuts_is_refused(
     with pytest.raises(InputError, match="token 9 is not in it.*--doc-separator"):
         units_of(files, reading=TokenIds(10, flat=flat()))
     assert units_of(files, reading=TokenIds(10, flat=flat(separator=None)))[0].num_docs == 75
+
+
+U, A = ROLES["user"], ROLES["assistant"]
+
+
+@pytest.mark.parametrize(
+    ("said", "flags"),
+    [
+        (["user", "assistant", None], [U, A, 0]),
+        ([0, 1, 1], [0, A, A]),
+        ([False, True, False], [0, A, 0]),
+        (np.array([0.0, 1.0, 0.0]), [0, A, 0]),
+        ([U, A, 0], [U, A, 0]),
+    ],
+)
+def test_speakers_are_names_flags_or_a_loss_mask(said: Any, flags: list[int]) -> None:
+    row = {"ids": [3, 4, 5], "who": said}
+    assert TokenIds(10, "ids", "who").document(row).said.tolist() == flags  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("said", [["user"], None, ["user", "me", "me"], [3, 4, 5], [2.5, 0, 0]])
+def test_speakers_that_fit_no_spelling_are_refused(said: Any) -> None:
+    with pytest.raises(ValueError, match="'who'"):
+        TokenIds(10, "ids", "who").document({"ids": [3, 4, 5], "who": said})
+
+
+def test_log_probabilities_may_be_of_the_last_tokens_alone() -> None:
+    ids = TokenIds(10, "ids", logprobs="logs")
+    for logs, wanted in (
+        ([-1.0, -2.0], [np.nan, -1, -2]), ([None, -1, -2], [np.nan, -1, -2]),
+        ([-1e30, 1e-6, -2], [-1e4, 0, -2]), (None, [np.nan] * 3),
+    ):  # fmt: skip
+        found = ids.document({"ids": [3, 4, 5], "logs": logs}).logprobs
+        assert np.array_equal(found, np.array(wanted, np.float32), equal_nan=True)  # type: ignore[arg-type]
+    for logs in ([-1] * 4, [0.5, -1, -1], ["x", -1, -1]):
+        with pytest.raises(ValueError, match="'logs'"):
+            ids.document({"ids": [3, 4, 5], "logs": logs})
+
+
+def test_ids_of_prompts_and_completions_are_joined() -> None:
+    found = TokenIds(10, "p+c").document({"p": [3, 4], "c": [5]})
+    assert found.ids is not None and found.ids.tolist() == [3, 4, 5]
+    assert found.said is not None and found.said.tolist() == [U, U, A]
+    assert TokenIds(10, "p+c").document({"p": [3, 4], "c": None}).skipped == "null"

@@ -200,7 +200,7 @@ class ArrowFormat(TableFormat):
                 part = whole.slice(start, min(_ROWS, span.before + span.count - start))
                 others = part.select([*dict.fromkeys([*names, *(k for k in kept if k != text)])])
                 others.validate(full=True)  # the file's own metadata may be false
-                rows = rows_of(others.select(names), self.ids)
+                rows = rows_of(others.select(names), self.arrays)
                 if text is not None:
                     for row, value in zip(rows, _texts(leaf(part, text)), strict=True):
                         row[TEXT] = value

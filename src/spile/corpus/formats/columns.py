@@ -125,21 +125,23 @@ def scalar_columns(schema: Any) -> tuple[str, ...]:
     )
 
 
-def rows_of(batch: pa.RecordBatch, ids: str | None) -> list[dict[str, Any]]:
-    """Return each row as a dict; values of the column of token ids are arrays."""
-    plain = [name for name in batch.schema.names if name != ids]
+def rows_of(batch: pa.RecordBatch, arrays: Collection[str]) -> list[dict[str, Any]]:
+    """Return each row as a dict; lists of numbers in the columns `arrays` are arrays."""
+    plain = [name for name in batch.schema.names if name not in arrays]
     rows: list[dict[str, Any]] = (
         batch.select(plain).to_pylist() if plain else [{} for _ in range(batch.num_rows)]
     )
-    if ids in batch.schema.names:
-        for row, value in zip(rows, _ids(batch.column(ids)), strict=True):
-            row[str(ids)] = value
+    for name in batch.schema.names:
+        if name in arrays:
+            for row, value in zip(rows, _arrays(batch.column(name)), strict=True):
+                row[name] = value
     return rows
 
 
-def _ids(column: pa.Array) -> Iterator[Any]:
-    """Yield each list of ids as an array; other values pass through unchanged."""
-    if not is_ids(column.type) or column.flatten().null_count:
+def _arrays(column: pa.Array) -> Iterator[Any]:
+    """Yield each list of numbers as an array, with NaN for nulls; others pass through unchanged."""
+    floats = _is_list(column.type) and pa.types.is_floating(column.type.value_type)
+    if not floats and (not is_ids(column.type) or column.flatten().null_count):
         yield from column.to_pylist()
         return
     flat = column.flatten().to_numpy(zero_copy_only=False)

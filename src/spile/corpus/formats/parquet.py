@@ -176,7 +176,7 @@ class ParquetFormat(TableFormat):
                 unread = bool(extra and chosen) and _is_oversized(*sizes[group], most)
                 read = chosen if unread else [*chosen, *extra]
                 for batch in _batches(file, [(group, low, high)], read):
-                    rows = rows_of(batch.select(asked), self.ids)
+                    rows = rows_of(batch.select(asked), self.arrays)
                     if text:
                         values = [OVERSIZED] if unread else text_values(leaf(batch, text), most)
                         rows = [{**row, TEXT: v} for row, v in zip(rows, values, strict=True)]

@@ -48,10 +48,10 @@ class TableFormat(CorpusFormat):
         return None
 
     @property
-    def ids(self) -> str | None:
-        """The column of token ids, if documents are made from one."""
+    def arrays(self) -> tuple[str, ...]:
+        """The columns whose lists are read as arrays: token ids, and what is said of each."""
         rows = self.context.rows
-        return rows.column if isinstance(rows, TokenIds) else None
+        return rows.columns if isinstance(rows, TokenIds) else ()
 
     def check(self, schema: Any, builder: UnitBuilder | None) -> None:
         """Check the columns that are read; with a builder, also those that are named elsewhere."""

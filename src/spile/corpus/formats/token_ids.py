@@ -6,21 +6,23 @@ files do not say which tokenizer made the ids; it must have been the model's.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from spile.core.config import MAX_DOC_BYTES, Recipe, flag_of
 from spile.core.errors import ConfigError, InputError
+from spile.core.index import ROLES
 from spile.core.options import listed
 from spile.core.recipe import ResolvedRecipe
 from spile.core.units import Span
 from spile.corpus.chats.pool import made_at
-from spile.corpus.documents import CorpusDocument
+from spile.corpus.documents import CorpusDocument, can_be_named
 from spile.corpus.formats.byte_files import SAMPLE_BYTES, ByteFormat, documents_in
 from spile.corpus.formats.columns import kinds_of
 from spile.corpus.formats.contract import CorpusFile, ReadContext, UnitBuilder
+from spile.corpus.rollout_columns import COLUMNS, KEPT, LOGPROBS, ROLE_FLAGS, TOKEN_IDS
 from spile.corpus.select import TOO_LARGE
 from spile.corpus.tokenize import TextTokenizer
 from spile.objects.paths import AnyPath, size_of
@@ -28,6 +30,8 @@ from spile.objects.paths import AnyPath, size_of
 _COLUMNS = ("input_ids", "tokens")  # if none is named
 _WIDTHS = {"uint16": "<u2", "uint32": "<u4"}
 _HEAD = 1 << 16
+_ROUNDED = 1e-3  # most that a logarithm may lie above 0
+LEAST_LOGPROB = -1e4  # stands for minus infinity
 _FEWEST = 32  # numbers needed to tell widths apart
 
 
@@ -92,29 +96,54 @@ class FlatArray:
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Makes documents from ids."""
+    """Makes documents from ids.
+
+    Attributes:
+        column: the column of ids, or several joined by +.
+        roles: the column of their speakers.
+        logprobs: the column of an engine's log-probabilities of them.
+    """
 
     vocabulary: int
     column: str | None = None
+    roles: str | None = None
+    logprobs: str | None = None
     flat: FlatArray | None = None
     flag: str = "--tokens-column"
 
+    @cached_property
+    def tokens(self) -> tuple[str, ...]:
+        """The columns of ids, one after the other; the last of several is the assistant's."""
+        return tuple(self.column.split("+")) if self.column else ()
+
     @property
     def columns(self) -> tuple[str, ...]:
-        return (self.column,) if self.column else ()
+        beside = (name for name in (self.roles, self.logprobs) if name)
+        return tuple(dict.fromkeys((*self.tokens, *beside)))
 
     def document(self, row: Mapping[str, Any]) -> CorpusDocument:
-        value = row.get(self.column or "")
-        if value is None:
+        values = [row.get(column) for column in self.tokens]
+        if any(value is None for value in values):
             return CorpusDocument(skipped="null")
-        ids = np.asarray(value)
-        if ids.ndim == 1 and not len(ids):
+        parts = [np.asarray(value) for value in values]
+        for column, part in zip(self.tokens, parts, strict=True):
+            if part.ndim != 1 or (len(part) and part.dtype.kind not in "iu"):
+                raise ValueError(
+                    f"{column!r} holds no list of token ids; choose with --tokens-column"
+                )
+        if not sum(map(len, parts)):
             return CorpusDocument(skipped="empty")
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise ValueError(
-                f"{self.column!r} holds no list of token ids; choose with --tokens-column"
-            )
-        return self.of_ids(ids)
+        counts = [len(part) for part in parts]
+        count = sum(counts)
+        document = self.of_ids(np.concatenate([part.astype(np.int64) for part in parts]))
+        if self.roles is not None:
+            document.said = said_in(self.roles, row.get(self.roles), count)
+        elif len(parts) > 1:
+            speakers = [ROLES["user"]] * (len(parts) - 1) + [ROLES["assistant"]]
+            document.said = np.repeat(np.array(speakers, np.uint16), counts)
+        if self.logprobs is not None:
+            document.logprobs = logprobs_in(self.logprobs, row.get(self.logprobs), count)
+        return document
 
     def of_ids(self, ids: np.ndarray) -> CorpusDocument:
         """Make a document; raise ValueError if an id is not in the vocabulary."""
@@ -126,6 +155,56 @@ class TokenIds:
                 f"{self.vocabulary - 1}; these come from another tokenizer{width}"
             )
         return CorpusDocument(ids=ids.astype("<i4"))
+
+
+def said_in(column: str, value: Any, count: int) -> np.ndarray:
+    """Return the flag of each token's speaker, from any of the three spellings.
+
+    Raises:
+        ValueError: if the value does not say one speaker for each token.
+    """
+    given: list[Any] = [*value] if isinstance(value, np.ndarray | list) else []
+    if len(given) != count:
+        raise ValueError(f"{column!r} has {len(given)} entries for {count} tokens")
+    if any(isinstance(each, str) for each in given):
+        known = {None: 0, "": 0, **ROLES}
+        wrong = next((each for each in given if each not in known), None)
+        if wrong is not None:
+            raise ValueError(
+                f"{column!r} names a role {wrong!r:.80}; the roles are {', '.join(ROLES)}"
+            )
+        return np.array([known[each] for each in given], np.uint16)
+    flags = np.asarray(given)
+    if flags.dtype.kind == "b" or (flags.dtype.kind in "iuf" and np.isin(flags, (0, 1)).all()):
+        return np.where(flags == 1, ROLES["assistant"], 0).astype(np.uint16)
+    if flags.dtype.kind not in "iu" or not np.isin(flags, (0, *ROLES.values())).all():
+        raise ValueError(
+            f"{column!r} holds neither names of roles, nor flags of them, nor a loss mask of 0 "
+            "and 1; choose with --roles-column"
+        )
+    return flags.astype(np.uint16)
+
+
+def logprobs_in(column: str, value: Any, count: int) -> np.ndarray:
+    """Return the log-probability of each token, NaN where there is none.
+
+    A shorter list is of the last tokens, and a missing one of none.
+
+    Raises:
+        ValueError: if the value is no such list.
+    """
+    found = np.full(count, np.nan, np.float32)
+    if value is None:
+        return found
+    given = np.asarray([np.nan if each is None else each for each in value])
+    if given.ndim != 1 or given.dtype.kind not in "iuf":
+        raise ValueError(f"{column!r} holds no list of numbers; choose with --logprobs-column")
+    if len(given) > count:
+        raise ValueError(f"{column!r} has {len(given)} entries for {count} tokens")
+    if (given > _ROUNDED).any():
+        raise ValueError(f"{column!r} holds {given[given > _ROUNDED][0]:g}: logarithms are below 0")
+    found[count - len(given) :] = np.clip(given, LEAST_LOGPROB, 0.0)
+    return found
 
 
 class TokenArrayFormat(ByteFormat):
@@ -178,6 +257,10 @@ class TokenArrayFormat(ByteFormat):
 
 def settle_ids(recipe: Recipe, files: list[CorpusFile], vocabulary: int) -> Recipe:
     """Settle the options about ids; return the recipe unchanged if the corpus is of texts."""
+    recipe = _settled_rollouts(recipe, files)
+    for name in ("roles_column", "logprobs_column"):
+        if getattr(recipe, name) not in (None, "none") and not recipe.tokens_column:
+            raise ConfigError(f"{flag_of(name)} says something of token ids: give --tokens-column")
     flat = [file for file in files if file.format.holds_ids]
     if flat and len(flat) < len(files):
         other = next(file.path for file in files if not file.format.holds_ids)
@@ -216,10 +299,31 @@ def settle_ids(recipe: Recipe, files: list[CorpusFile], vocabulary: int) -> Reci
     )
 
 
+def _settled_rollouts(recipe: Recipe, files: list[CorpusFile]) -> Recipe:
+    """Return the recipe with the columns of rollouts, if that is what the corpus is."""
+    given = ("text_column", "messages", "prompt_column", "tokens_column")
+    table = next((file for file in files if file.format.has_schema), None)
+    if table is None or any(getattr(recipe, name) for name in given):
+        return recipe
+    names: list[str] = table.format(table, 0, ReadContext()).schema().names
+    if not {*COLUMNS}.issubset(names):
+        return recipe
+    own = [name for name in names if name not in COLUMNS and can_be_named(name)]
+    return replace(
+        recipe,
+        tokens_column=TOKEN_IDS,
+        roles_column=recipe.roles_column or ROLE_FLAGS,
+        logprobs_column=recipe.logprobs_column or LOGPROBS,
+        keep=recipe.keep or ",".join((*KEPT, *own)),
+    )
+
+
 def read_ids(recipe: ResolvedRecipe, tokenizer: TextTokenizer, vocabulary: int) -> TokenIds | None:
     """Return the reader of a settled recipe's ids; None if the corpus is of texts."""
     if recipe.tokens_column:
-        return TokenIds(vocabulary, recipe.tokens_column)
+        named = (recipe.roles_column, recipe.logprobs_column)
+        roles, logprobs = (None if name == "none" else name for name in named)
+        return TokenIds(vocabulary, recipe.tokens_column, roles, logprobs)
     if not (recipe.tokens_dtype and recipe.doc_separator):
         return None
     separator = _separator(recipe.doc_separator, tokenizer, vocabulary)
