@@ -106,10 +106,12 @@ class Scratch:
         (folder / "C/docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         answers = [{"prompt": text, "answer": f"yes, {text}"} for text in texts]
         (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
-        made = [
+        generated = [
             {"ids": [n, n + 1, n + 2], "mask": [0, 1, 1], "logs": [-2.0, -1.0]} for n in range(8)
         ]
-        (folder / "generated.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+        (folder / "generated.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in generated)
+        )
         for name, record in records("docs/corpora.md").items():
             (folder / name).write_text(record)
         ids = np.array([*range(20), tiny.EOS] * 8, np.uint16)
