@@ -25,7 +25,8 @@ import numpy as np
 from spile.check.comparable import comparable, named_in
 from spile.check.latent_rows import RowLatents, SparseTap
 from spile.check.load import References, Taps, load_references, versions
-from spile.check.sampled import SampledRows, sampled_rows
+from spile.check.matching import match
+from spile.check.sampled import SampledRows, ingested_documents, sampled_rows
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError, StoreError
 from spile.core.libraries import import_library
@@ -43,6 +44,7 @@ from spile.models.config.arch import Arch
 from spile.models.splices import FUNCTION
 from spile.models.taps import Tap
 from spile.objects import open_objects
+from spile.plan.ingested import stored_job
 from spile.plan.job import ExtractionJob, PreparedUnit, prepare_unit
 from spile.plan.resolve import resolve
 
@@ -58,6 +60,7 @@ _DRAWS = 4  # more results of the reference, if a row exceeds that
 # of the reference's own, may be far off. They differ, so that equal numbers on both sides pass.
 _SPARED, _SPARED_FLOOR = 0.2, 0.1
 _FEWEST_ROWS = 16  # needed below float32; with fewer, the result would depend on chance
+_MATCHED = 3  # documents by which rows that are too far off are recognised
 _ROWS = 64  # rows of logits that are held at once in float64
 _NOWHERE = 1e200  # stands for an infinite squared distance (of NaN), which JSON cannot hold
 
@@ -120,6 +123,7 @@ class TapCheck:
     control: float
     loss: Loss  # the cost of storing alone
     bfloat16: float | None = None  # the reference's own distance in bfloat16, for float8
+    really: str | None = None  # the tap or the token that rows too far off belong to, if known
 
     @property
     def ok(self) -> bool:
@@ -180,7 +184,10 @@ def check(out: str, *, samples: int = 4, recipe: Recipe | None = None) -> CheckR
         moved = recipe or Recipe()
         if not each.table().recipe.encode:  # an encoder belongs to taps, and these have none
             moved = replace(moved, encode=None)
-        report = _check_taps(out, resolve(moved, each, "cpu"), samples, references)
+        table = each.table()
+        ingested = table.recipe.rows_by is not None
+        job = stored_job(moved, table, out) if ingested else resolve(moved, each, "cpu")
+        report = _check_taps(out, job, samples, references)
         found += [report] if report else []
     if not found:
         raise StoreError(f"{out}: no unit is done yet, there is nothing to check")
@@ -244,10 +251,11 @@ def _joined(reports: Sequence[CheckReport]) -> CheckReport:
 
 def _sampled(
     dataset: Dataset, job: ExtractionJob, samples: int
-) -> Iterator[tuple[Document, np.ndarray, PackedUnit]]:
+) -> Iterator[tuple[Document, np.ndarray, PackedUnit | None]]:
     """Documents with stored rows, from evenly spread units, all tokens of each, and its unit.
 
-    After `samples` documents it yields some more, in case those are not enough.
+    After `samples` documents it yields some more, in case those are not enough. Ingested rows have
+    no corpus, and no unit to pack again.
     """
     units = dataset.units
     last = len(units) - 1
@@ -257,6 +265,9 @@ def _sampled(
         for i in range(count)
         if units
     ]
+    if job.recipe.rows_by is not None:
+        yield from ingested_documents(dataset, chosen)
+        return
     rng = np.random.default_rng(0)
     seen: set[int] = set()
     with closing(job.reader()) as reader:
@@ -295,6 +306,7 @@ class _Comparison:
         names = [self._name(tap) for tap in job.recipe.taps]
         self._distances: dict[str, dict[str, list[np.ndarray]]] = {name: {} for name in names}
         self._losses = {name: LossCounter(dataset.shape(name)) for name in names}
+        self._samples: list[tuple[Document, np.ndarray]] = []
         self.tokens = self.rows = 0
 
     @property
@@ -302,8 +314,8 @@ class _Comparison:
         """Whether the check has enough rows."""
         return self.rows >= (1 if self._by_row else _FEWEST_ROWS)
 
-    def add(self, document: Document, tokens: np.ndarray, packed: PackedUnit) -> None:
-        """`packed`: the document's unit."""
+    def add(self, document: Document, tokens: np.ndarray, packed: PackedUnit | None) -> None:
+        """`packed`: the document's unit; None if its rows were ingested."""
         recipe = self._recipe
         offsets = document.index["offset"]
         inside = offsets.max() < len(tokens)
@@ -311,6 +323,7 @@ class _Comparison:
             raise StoreError(
                 f"document {document.index['doc'][0]}: its tokens differ from the corpus's"
             )
+        self._samples = [*self._samples, (document, tokens)][:_MATCHED]
         for sampled in sampled_rows(document, tokens, packed, recipe.pool, recipe.seq_len):
             self.rows += self._add_rows(document, sampled)
             self.tokens += sum(map(len, sampled.contexts))
@@ -415,7 +428,14 @@ class _Comparison:
         return self._sparse[tap].name if tap in self._sparse else tap
 
     def results(self) -> dict[str, TapCheck]:
-        return {tap: self._result(tap) for tap in self._distances}
+        return {tap: self._matched(tap, self._result(tap)) for tap in self._distances}
+
+    def _matched(self, tap: str, found: TapCheck) -> TapCheck:
+        """Say what the rows of a tap really are, if they are too far and of single tokens."""
+        if found.error <= found.allowed or tap not in self._recipe.taps or self._recipe.pool:
+            return found
+        really = match(tap, self._arch, self._exact, self._samples, found.allowed)
+        return replace(found, really=really)
 
     def _result(self, tap: str) -> TapCheck:
         rows = {name: np.concatenate(parts) for name, parts in self._distances[tap].items()}

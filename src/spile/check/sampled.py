@@ -1,6 +1,6 @@
 """What `spile check` recomputes of a document: contexts, and the tokens of each of their rows."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -10,9 +10,11 @@ from spile.check.load import Taps
 from spile.core.errors import StoreError
 from spile.core.pool import reduces
 from spile.corpus.pack import PackedUnit
+from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.document import Document
 
 _CONTEXTS_PER_DOCUMENT = 2
+_BEGINNING = 2048  # tokens of an ingested document that are recomputed, which is one context
 _ROWS_OF_DOCUMENT = 8  # pooled rows that are recomputed of each
 
 
@@ -104,10 +106,41 @@ class SampledRows:
         return np.stack([values[each[0]] for each in self.members])
 
 
+def ingested_documents(
+    dataset: Dataset, units: Sequence[int]
+) -> Iterator[tuple[Document, np.ndarray, None]]:
+    """Yield a document of each unit, and its tokens: every one of them has a row.
+
+    Args:
+        units: some of the dataset's, in any number.
+    """
+    rng = np.random.default_rng(0)
+    seen: set[int] = set()
+    for unit in units:
+        first, last = dataset.rows_of_unit(unit) or (0, 0)
+        row = int(rng.integers(first, last)) if last > first else -1
+        doc = int(dataset.index(row, row + 1)["doc"][0]) if row >= 0 else -1
+        if doc >= 0 and doc not in seen:
+            seen.add(doc)
+            document = dataset.document(doc)
+            yield document, document.index["token_id"].astype(np.int32), None
+
+
 def sampled_rows(
-    document: Document, tokens: np.ndarray, packed: PackedUnit, pool: str | None, seq_len: int
+    document: Document,
+    tokens: np.ndarray,
+    packed: PackedUnit | None,
+    pool: str | None,
+    seq_len: int,
 ) -> list[SampledRows]:
-    """Return the rows of a document to compare, context by context, or all of its spans."""
+    """Return the rows of a document to compare, context by context, or all of its spans.
+
+    Args:
+        packed: the document's unit; None if its rows were ingested.
+    """
+    if packed is None:
+        offsets = document.index["offset"]
+        return [SampledRows.of_context(offsets, tokens, 0, min(seq_len, _BEGINNING))]
     by = reduces(pool)
     if by:
         return [SampledRows.of_spans(document, tokens, packed, by, seq_len)]

@@ -239,6 +239,7 @@ def check_text(out: str, report: "CheckReport") -> str:
     for name, tap in report.taps.items():
         half = "" if tap.bfloat16 is None else f"{tap.bfloat16:.2e}  "
         verdict = "" if tap.ok else "  <- " + ("too far" if tap.error > tap.allowed else "unclear")
+        verdict += f": these are rows of {tap.really}" if tap.really else ""
         lines.append(
             f"{name:{width}}  {tap.error:.2e}  {tap.allowed:.2e}  {tap.control:.2e}  {half}"
             f"{tap.loss.relative_l2:.2e} ({tap.loss.typical_channel:.2e})  "
