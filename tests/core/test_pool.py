@@ -3,7 +3,15 @@
 import pytest
 
 from spile.core.errors import ConfigError
-from spile.core.pool import MOMENTS, Pool, is_reduced, label_columns, reduced_by, reduces
+from spile.core.pool import (
+    COVARIANCE,
+    MOMENTS,
+    Pool,
+    is_reduced,
+    label_columns,
+    reduced_by,
+    reduces,
+)
 
 
 @pytest.mark.parametrize(("text", "pool"), [
@@ -46,6 +54,8 @@ def test_only_mean_and_max_compute_values() -> None:
     (("count,mean", None), "reduce mean", Pool("mean", labels=())),
     (("var", "label, role"), "reduce mean,var by label,role",
      Pool(MOMENTS, labels=("label", "role"))),
+    (("mean,cov", "label"), "reduce mean,cov by label", Pool(COVARIANCE, labels=("label",))),
+    (("var,cov", None), "reduce mean,cov", Pool(COVARIANCE, labels=())),
     (("mean", "a b"), "reduce mean by a b", Pool("mean", labels=("a b",))),
 ])  # fmt: skip
 def test_reduce_is_a_pool_whose_spans_have_labels(

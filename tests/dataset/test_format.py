@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,14 @@ from hypothesis import strategies as st
 
 from spile.core.errors import CorruptError, SpileError, StoreError
 from spile.dataset import format as fmt
-from spile.dataset.format import Done, Shard, TapInfo, decode_record, encode_record
+from spile.dataset.format import (
+    Done,
+    Shard,
+    TapInfo,
+    covariance_width,
+    decode_record,
+    encode_record,
+)
 from support.marks import examples
 
 PREFIX = "attempts/000000/00000003/a1b2/"
@@ -261,6 +269,19 @@ def test_what_a_tap_takes_and_is_scaled_by(
     assert (info.storage.name, info.scaled_by, info.row_bytes) == (storage, scaled_by, row_bytes)
     spelled = {"shape": [*shape], "dtype": dtype, "aliases": [], "latents": info.latents}
     assert TapInfo.from_json(spelled) == info
+    assert info.to_json() == {**spelled, "shape": shape, "aliases": ()}
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_a_covariance_follows_its_means(shape: tuple[int, ...]) -> None:
+    channels = math.prod(shape)
+    info = TapInfo((covariance_width(channels),), "float64", covariance_of=shape)
+    assert info.channels == channels and info.width == channels + channels * (channels + 1) / 2
+    spelled = json.loads(json.dumps(info.to_json()))
+    assert TapInfo.from_json(spelled) == info
+    for bad in ({"covariance_of": [*shape, 2]}, {"covariance_of": 3}, {"covariance_of": [0]}):
+        with pytest.raises(ValueError, match="not a tap"):
+            TapInfo.from_json({**spelled, **bad})
 
 
 # -- done records ----------------------------------------------------------------------------

@@ -94,12 +94,13 @@ def test_a_stopped_run_goes_on_to_the_same_bits(model: Path, corpus: Path, tmp_p
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("chosen", [{"pool": "mean"}, {"reduce": "mean,cov", "by": "id"}])
 def test_ten_kills_and_two_workers_make_the_same_bits(
-    model: Path, corpus: Path, tmp_path: Path
+    chosen: dict[str, str], model: Path, corpus: Path, tmp_path: Path
 ) -> None:
     options = {
         "taps": "resid_post:1,logprob", "seq_len": 32, "unit_tokens": 300, "batch_tokens": 128,
-        "compute_dtype": "float32", "pool": "mean", "where": "not bos", "stale_after": 1,
+        "compute_dtype": "float32", "where": "not bos", "stale_after": 1, **chosen,
     }  # fmt: skip
     work = Work(model, corpus, options)
     work.extract(tmp_path / "whole")

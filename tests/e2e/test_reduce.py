@@ -16,6 +16,7 @@ from spile.dataset.maintain.compact import compact
 from spile.dataset.maintain.replica import replicate
 from spile.dataset.maintain.shuffle import shuffle
 from spile.objects import LocalObjects
+from support.marks import some
 
 TAPS = "embed,resid_post:all,z:1.h1,logprob"
 TOLERANCE = 1e-6  # of the largest value
@@ -93,12 +94,50 @@ def test_means_and_variances_are_numpys_of_each_labels_rows(
     assert (
         spile.direction(ds, "red", "blue", "resid_post.1", by="label").values == direction
     ).all()
-    for options in ({"whiten": True}, {"over": "documents"}, {"by": "year"}, {"where": "pos"}):
-        with pytest.raises(spile.ConfigError, match="sums by label"):
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"whiten": True}, "holds no covariances.*--reduce mean,cov"),
+        ({"over": "documents"}, "sums by label"),
+        ({"by": "year"}, "sums by label"),
+        ({"where": "pos"}, "sums by label"),
+    ]
+    for options, why in refused:
+        with pytest.raises(spile.ConfigError, match=why):
             spile.direction(ds, "red", "blue", "resid_post.1", **options)
+    with pytest.raises(spile.ConfigError, match="second moments need --reduce mean,cov"):
+        _ = ds.reduced("embed").second_moments
     assert ds.num_units == tokens.num_units > 2 and len(ds) == 2 * ds.num_units
     with pytest.raises(spile.ConfigError, match=r"holds sums by label.*ds\.reduced\('embed'\)"):
         ds.pooled("embed")
+    check_sound(tmp_path / "out")
+
+
+def test_covariances_are_numpys_and_whiten_a_direction(
+    recipe: Recipe, tokens: spile.Dataset, tmp_path: Path
+) -> None:
+    ds = made(recipe, tmp_path / "out", reduce="mean,cov", by="label")
+    said = np.array(labels_of(tokens, "label"), object)
+    for tap in tokens.taps:
+        found = ds.reduced(tap)
+        assert found.means.shape == (2, *tokens.shape(tap)) and found.covariances is not None
+        assert found.variances is not None and found.variances.shape == found.means.shape
+        assert ds.statistics(tap).mean.shape == (tokens.width(tap),), "of the means alone"
+        for place, label in enumerate(found.labels):
+            rows = tokens.read(tap)[said == label].astype(np.float64)
+            flat = rows.reshape(len(rows), -1)
+            assert_close(found[label], rows.mean(axis=0))
+            assert_close(found.variances[place], rows.var(axis=0))
+            assert_close(found.covariances[place], np.atleast_2d(np.cov(flat.T, bias=True)))
+            assert_close(found.second_moments[place], flat.T @ flat / len(flat))
+    white = spile.direction(ds, "red", "blue", "resid_post.1", whiten=True)
+    dense = spile.direction(
+        tokens, "red", "blue", "resid_post.1", by="label", over="tokens", whiten=True
+    )
+    assert white.shrinkage is not None and 0 < white.shrinkage < 0.1
+    cosine = white @ dense.values / np.linalg.norm(white) / np.linalg.norm(dense)
+    assert cosine > 0.999, "they are shrunk a little differently"
+    with pytest.raises(spile.ConfigError, match="holds sums by label.*leave out normalize"):
+        next(ds.batches("resid_post.1", 2, normalize="std"))
+    check_refused(run("serve", tmp_path / "out"), 2, "holds covariances by label", "ds.reduced")
     check_sound(tmp_path / "out")
 
 
@@ -190,7 +229,7 @@ def test_sums_are_copied_merged_shuffled_dropped_and_made_beside_tokens(
 
 
 @pytest.mark.parametrize(("options", "named"), [
-    ({"reduce": "median"}, ["--reduce 'median'", "count, mean, var"]),
+    ({"reduce": "median"}, ["--reduce 'median'", "count, mean, var, cov"]),
     ({"by": "label"}, ["--by needs --reduce"]),
     ({"reduce": "mean", "by": "label,label"}, ["--by 'label,label'", "once"]),
     ({"reduce": "mean", "pool": "max"}, ["--pool and --reduce exclude each other"]),
@@ -209,11 +248,12 @@ def test_what_cannot_be_reduced_is_refused_in_one_line(
     check_refused(refused, 2, *named)
 
 
-def test_a_plan_counts_sums_in_float64(recipe: Recipe, tmp_path: Path) -> None:
-    made(recipe, tmp_path / "out", taps="resid_post:1", reduce="mean,var", by="label")
+@pytest.mark.parametrize("reduce", some(["mean,var", "mean,cov"], "mean,cov"))
+def test_a_plan_counts_sums_in_float64(reduce: str, recipe: Recipe, tmp_path: Path) -> None:
+    made(recipe, tmp_path / "out", taps="resid_post:1", reduce=reduce, by="label")
     flags = [
         "--model", recipe.model, "--corpus", recipe.corpus, "--taps", "resid_post:1", "--reduce",
-        "mean,var", "--by", "label", "--seq-len", 32, "--unit-tokens", 700, "--out",
+        reduce, "--by", "label", "--seq-len", 32, "--unit-tokens", 700, "--out",
         tmp_path / "none", "--exact", "--calibrate", "off",
     ]  # fmt: skip
     planned = run("plan", *flags)

@@ -128,11 +128,12 @@ def test_two_processes_make_what_one_makes_and_only_the_first_reports(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("chosen", [{"pool": "mean"}, {"reduce": "mean,cov"}])
 def test_two_processes_pool_what_one_pools_and_the_first_writes_it(
-    made: Made, tmp_path: Path
+    chosen: dict[str, str], made: Made, tmp_path: Path
 ) -> None:
     """Documents are longer than contexts, so that their parts lie in rows of both processes."""
-    options = {"pool": "mean", "taps": "resid_post:0,logprob", "seq_len": 32, "where": "not bos"}
+    options = {**chosen, "taps": "resid_post:0,logprob", "seq_len": 32, "where": "not bos"}
     work = Work(made.work.model, made.work.corpus, {**RECIPE, **options})
     work.extract(tmp_path / "one")
     out = tmp_path / "out"

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from spile.core.pool import COVARIANCE
 from spile.dataset.codec.statistics import TapStats
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.sae import SparseEncoder, load_arrays, open_sae
@@ -102,6 +103,33 @@ def test_pooled_parts_are_numpys_on_one_device_and_on_a_mesh(
             np.testing.assert_allclose(one.rows_of(tap), wanted, **close)
             np.testing.assert_allclose(mesh.rows_of(tap), wanted, **close)
             assert not mesh.nonfinite_of(tap).any()
+
+
+@pytest.mark.parametrize("gathers", some([False, True], False))
+@pytest.mark.parametrize("layout", some([None, SQUARE, Layout(1, 1, 3)], SQUARE), ids=str)
+def test_products_of_labels_are_numpys_on_one_device_and_on_a_mesh(
+    model: Path, layout: Layout | None, gathers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if gathers:
+        monkeypatch.setattr(StepDevices, "gathers", lambda place, pool: place.shards is not None)
+    taps, plain = "embed,z:1.h1,resid_post:1,logprob", make_batch(24, keep=True)
+    batch, whole = pooled(plain, 4, labels=3), make_step(model, taps, None)(plain)
+    stored = "bfloat16" if gathers else "float32"  # (as above)
+    output = make_step(model, taps, layout, stored, pool=COVARIANCE)(batch)
+    assert batch.slots is not None and batch.labels is not None
+    said = np.concatenate([
+        [np.flatnonzero(row == slot)[0] for slot in slots[:count]]
+        for row, slots, count in zip(batch.labels, batch.slots, batch.counts, strict=True) if count
+    ])  # fmt: skip
+    for tap in output.batches[0].rows:
+        rows = whole.rows_of(tap).astype(np.float64).reshape(len(said), -1)
+        products = output.batches[0].products_of(tap)
+        assert len(products) == (1 if gathers or layout is None else layout.size)
+        for label in range(3):
+            own = rows[said == label] - rows[said == label].mean(axis=0)
+            wanted = own.T @ own
+            found = sum(each[label].astype(np.float64) for each in products)
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
 @pytest.mark.full

@@ -344,3 +344,14 @@ def test_a_unit_on_a_cpu_is_half_a_minute_at_a_nominal_rate(
 ) -> None:
     arch = arch_of(name)
     assert cpu_unit_tokens(arch, parse_taps(taps, arch), min(2048, arch.max_positions)) == tokens
+
+
+def test_covariances_count_a_product_for_each_label_and_tap() -> None:
+    arch = arch_of("Qwen2.5-7B")
+    pooled: dict[str, Any] = {"store_dtype": "float32", "slots": 4}
+    means = workload(arch, "resid_post:0+1", pool="mean", **pooled)
+    both = workload(arch, "resid_post:0+1", pool="covariance", labels=2, **pooled)
+    square = arch.width**2
+    assert both.stored - means.stored == 2 * 2 * square * 4
+    assert both.flops - means.flops == 2 * 2 * square * both.tokens
+    assert both.taps_bytes > means.taps_bytes + 2 * 2 * square * 4

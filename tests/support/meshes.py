@@ -87,8 +87,12 @@ def make_batch(rows: int, seq: int = 24, *, keep: bool = False, vocab: int = 250
     return Batch(tokens, positions, segments, lengths, columns, counts, contexts=16)
 
 
-def pooled(batch: Batch, slots: int) -> Batch:
-    """The same batch, in which the kept tokens of each of a row's documents are one span."""
+def pooled(batch: Batch, slots: int, *, labels: int = 0) -> Batch:
+    """The same batch, in which the kept tokens of each of a row's documents are one span.
+
+    Args:
+        labels: number of labels; those of the spans follow one another.
+    """
     columns = batch.columns
     if columns is None:
         columns = np.broadcast_to(np.arange(batch.tokens.shape[1]), batch.tokens.shape)
@@ -98,4 +102,10 @@ def pooled(batch: Batch, slots: int) -> Batch:
         _, numbers = np.unique(batch.segments[row][columns[row, :count]], return_inverse=True)
         found[row, :count] = numbers + 1
         sizes[row] = np.bincount(numbers, minlength=slots)
-    return replace(batch, slots=found, sizes=sizes)
+    batch = replace(batch, slots=found, sizes=sizes)
+    if not labels:
+        return batch
+    of_labels = np.zeros((len(columns), labels), np.int32)
+    for row, slot in np.argwhere(sizes > 0).tolist():
+        of_labels[row, (row + slot) % labels] = slot + 1
+    return replace(batch, labels=of_labels)

@@ -145,8 +145,9 @@ class Recipe(Options):
         "chat, or of spans of characters that a column gives (mean:COLUMN)"
     )
     reduce: str | None = option(
-        "store no rows, but for each label the count and mean, or mean,var, of all tokens that "
-        "--where and --every keep: `ds.reduced` returns them, in float64"
+        "store no rows, but for each label the count and mean of all tokens that --where and "
+        "--every keep; with mean,var or mean,cov also their variance or covariance: `ds.reduced` "
+        "returns them, in float64"
     )
     by: str | None = option(
         "with --reduce, the column whose values are the labels, several joined by commas, or role "

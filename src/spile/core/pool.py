@@ -11,7 +11,9 @@ POOLED_BY = ("mean", "max", "last", "first")
 DOCUMENT, TURN = "document", "turn"
 SPEAKERS = tuple(role for role in ROLES if role != "template")
 MOMENTS = "moments"  # mean and variance
-REDUCED_TO = ("count", "mean", "var")
+COVARIANCE = "covariance"  # mean and covariance
+REDUCED_TO = ("count", "mean", "var", "cov")
+_ASKED = {MOMENTS: "mean,var", COVARIANCE: "mean,cov"}
 ROLE = "role"  # in place of a column: who speaks
 
 
@@ -20,7 +22,7 @@ class Pool:
     """How tokens become a row.
 
     Attributes:
-        by: one of `POOLED_BY`, or `MOMENTS`.
+        by: one of `POOLED_BY`, or `MOMENTS`, or `COVARIANCE`.
         over: the tokens of one row: those of a `document`, of a `turn` of a chat, of a role in a
             document, or of a span that the column of this name gives.
         labels: with `--reduce`, a row is of all tokens of a unit with the same values of these
@@ -49,8 +51,9 @@ class Pool:
 
     def __str__(self) -> str:
         if self.labels is not None:
-            asked = "mean,var" if self.by == MOMENTS else self.by
-            return f"reduce {asked}" + (f" by {','.join(self.labels)}" if self.labels else "")
+            return f"reduce {_ASKED.get(self.by, self.by)}" + (
+                f" by {','.join(self.labels)}" if self.labels else ""
+            )
         return self.by if self.over == DOCUMENT else f"{self.by}:{self.over}"
 
     @property
@@ -63,7 +66,7 @@ class Pool:
     @property
     def sums(self) -> bool:
         """Whether values are computed from those of several tokens, and not chosen."""
-        return self.by in ("mean", "max", MOMENTS)
+        return self.by in ("mean", "max", MOMENTS, COVARIANCE)
 
     @property
     def column(self) -> str | None:
@@ -91,7 +94,7 @@ def reduced_by(reduce: str | None, by: str | None) -> str:
 
 
 def reduces(pool: str | None) -> str | None:
-    """Return how several tokens' values become one: "mean", "max" or `MOMENTS`; else None."""
+    """Return how several tokens' values become one: "mean", "max", `MOMENTS` or `COVARIANCE`."""
     found = Pool.parse(pool) if pool else None
     return found.by if found and found.sums else None
 
@@ -114,6 +117,8 @@ def _moments_of(text: str) -> str:
             f"--reduce {text!r}: {unknown[0]!r} is none of {', '.join(REDUCED_TO)}; join several "
             "by commas, as in mean,var"
         )
+    if "cov" in asked:
+        return COVARIANCE
     return MOMENTS if "var" in asked else "mean"
 
 

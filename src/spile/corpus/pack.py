@@ -20,7 +20,7 @@ import numpy as np
 
 from spile.core.expressions import RowFilter
 from spile.core.index import END, FIRST, INDEX_DTYPE, LAST
-from spile.core.pool import Pool
+from spile.core.pool import COVARIANCE, Pool
 from spile.corpus.pooled_spans import PooledSpans
 from spile.corpus.tokenize import TextTokenizer
 
@@ -39,6 +39,8 @@ class PackedRows:
     # [rows, slots]: how many tokens each slot has. A row's slots are used from the first on.
     slots: np.ndarray | None = field(default=None, kw_only=True)
     sizes: np.ndarray | None = field(default=None, kw_only=True)
+    # If covariances are summed: [rows, labels of the unit]: the slot of each label, or 0.
+    labels: np.ndarray | None = field(default=None, kw_only=True)
 
     @property
     def leaving(self) -> tuple[np.ndarray, int]:
@@ -295,7 +297,13 @@ def _pooled(unit: PackedUnit, mask: np.ndarray, spans: np.ndarray, pool: Pool) -
     sizes[np.arange(sizes.shape[1]) < used[:, None]] = np.bincount(
         np.repeat(np.cumsum(used) - used, left.counts) + slots - 1
     )
-    return replace(left, slots=laid, sizes=sizes, index=found.index, pooled=found)
+    labels = found.slots_of_rows(labels_for(len(found.index))) if pool.by == COVARIANCE else None
+    return replace(left, slots=laid, sizes=sizes, labels=labels, index=found.index, pooled=found)
+
+
+def labels_for(rows: int) -> int:
+    """Round up to a power of 2: a step is compiled for each number of labels of a unit."""
+    return 1 << max(0, rows - 1).bit_length()
 
 
 def slots_for(parts: int) -> int:

@@ -110,6 +110,14 @@ class PooledSpans:
         slots = np.arange(len(first)) - before + 1
         return slots[part].astype(np.int32), np.bincount(of_rows)
 
+    def slots_of_rows(self, width: int) -> np.ndarray:
+        """Return [packed rows that have parts, width]: the slot of each row's part there, or 0."""
+        _, of_parts = np.unique(self.part_places, return_inverse=True)
+        before = np.searchsorted(of_parts, of_parts)
+        found = np.zeros((int(of_parts.max(initial=-1)) + 1, width), np.int32)
+        found[of_parts, self.parts] = np.arange(len(of_parts)) - before + 1
+        return found
+
     @cached_property
     def _met(self) -> tuple[np.ndarray, np.ndarray]:
         """The first token of each part, ascending, and the part of each token."""

@@ -120,7 +120,7 @@ _OF_A_GENERATION = r"(?:generations/\d{8}/)?"
 _MOST = 1 << 56  # rows, documents or bytes
 _MOST_AMOUNT = 1e18  # seconds, tokens a second, sums
 _MAX_AXES = 8
-_MAX_WIDTH = 1 << 28  # most values in one row: attention over a million tokens by 64 heads fits
+MAX_WIDTH = 1 << 28  # most values in one row: attention over a million tokens by 64 heads fits
 _NOT_A_RECORD = {
     "syntax": "is not JSON (damaged or truncated)",
     "depth": "is nested too deeply for a record",
@@ -353,11 +353,18 @@ class TapInfo:
     dtype: str
     aliases: tuple[str, ...] = ()  # its names in other tools
     latents: int = 0  # size of the encoder whose latents or ids the row holds; see `latents.py`
+    # If a row holds means and then the upper triangle of their covariance: the shape of the means.
+    covariance_of: tuple[int, ...] | None = None
 
     @property
     def width(self) -> int:
         """Values in a row."""
         return math.prod(self.shape)
+
+    @property
+    def channels(self) -> int:
+        """Values of a row that statistics describe: of a covariance, its means alone."""
+        return self.width if self.covariance_of is None else math.prod(self.covariance_of)
 
     @property
     def storage(self) -> np.dtype[Any]:
@@ -374,6 +381,12 @@ class TapInfo:
         scale = SCALE_DTYPE.itemsize if self.scaled_by == "row" else 0
         return self.width * self.storage.itemsize + scale
 
+    def to_json(self) -> dict[str, Any]:
+        value = vars(self).copy()
+        if self.covariance_of is None:  # (as before there were any)
+            del value["covariance_of"]
+        return value
+
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "TapInfo":
         shape, dtype, aliases = value["shape"], value["dtype"], value["aliases"]
@@ -384,9 +397,26 @@ class TapInfo:
         sizes, names = cast(list[Any], shape), cast(list[Any], aliases)
         possible = len(sizes) <= _MAX_AXES and all(n and is_count(n) for n in sizes)
         possible = possible and is_count(latents) and (not latents or len(sizes) == 1)
-        if not possible or math.prod(sizes) > _MAX_WIDTH or not all(map(is_name, names)):
+        if not possible or math.prod(sizes) > MAX_WIDTH or not all(map(is_name, names)):
             raise ValueError(f"not a tap: {value!r}")
-        return cls(tuple(sizes), dtype, tuple(names), latents)
+        info = cls(tuple(sizes), dtype, tuple(names), latents, _means_shape(value))
+        if info.covariance_of is not None and info.shape != (covariance_width(info.channels),):
+            raise ValueError(f"not a tap: {value!r}")
+        return info
+
+
+def _means_shape(value: Mapping[str, Any]) -> tuple[int, ...] | None:
+    sizes: Any = value.get("covariance_of")
+    if sizes is None:
+        return None
+    if not isinstance(sizes, list) or not all(n and is_count(n) for n in cast(list[Any], sizes)):
+        raise ValueError(f"not a tap: {value!r}")
+    return tuple(cast(list[int], sizes))
+
+
+def covariance_width(channels: int) -> int:
+    """Return the values of a row that holds means, and the upper triangle of their covariance."""
+    return channels * (channels + 3) // 2
 
 
 @dataclass(frozen=True)

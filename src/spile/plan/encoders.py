@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError
-from spile.core.pool import MOMENTS, is_reduced, reduces
+from spile.core.pool import COVARIANCE, MOMENTS, is_reduced, reduces
 from spile.core.recipe import latent_names
-from spile.dataset.format import TapInfo
+from spile.dataset.format import TapInfo, covariance_width
 from spile.models.config.arch import Arch
 from spile.models.files.sae import Sae, SparseEncoder, is_sae, open_sae
 from spile.models.taps import Tap
@@ -71,14 +72,18 @@ def stored_taps(
     Args:
         pool: that of the recipe.
     """
-    moments = (2,) if reduces(pool) == MOMENTS else ()
+    by = reduces(pool)
+    moments = (2,) if by == MOMENTS else ()
     infos: dict[str, TapInfo] = {}
     for tap in taps:
         encoder = encoders.get(tap.name)
         if encoder is None:
             dtype = "float64" if is_reduced(pool) else tap.dtype(store_dtype)
-            shape = (*tap.shape(arch, seq_len), *moments)
-            infos[tap.name] = TapInfo(shape, dtype, tap.aliases(arch))
+            own = tap.shape(arch, seq_len)
+            infos[tap.name] = TapInfo((*own, *moments), dtype, tap.aliases(arch))
+            if by == COVARIANCE:
+                shape = (covariance_width(tap.width(arch, seq_len)),)
+                infos[tap.name] = replace(infos[tap.name], shape=shape, covariance_of=own)
             continue
         values, ids = latent_names(tap.name)
         shape, latents = (encoder.kept,), encoder.sae.latents

@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from spile.core.config import STORE_DTYPES, Runtime
 from spile.core.errors import ConfigError
-from spile.core.pool import is_reduced, reduces
+from spile.core.pool import COVARIANCE, is_reduced, reduces
 from spile.core.tensors import DTYPES_BY_NAME, HEADER_ALIGN
 from spile.core.threads import mapped
-from spile.corpus.pack import slots_for
+from spile.corpus.pack import labels_for, slots_for
 from spile.dataset.codec.columns import Ints
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.table import Table
@@ -182,7 +182,14 @@ def step_of(job: ExtractionJob, rows: int, platform: str, cuts: Cuts) -> Workloa
         pool=reduces(recipe.pool),
         # (A span that begins in a packed row, and one that ends there.)
         slots=slots_for(math.ceil(job.table.kept * recipe.seq_len) + 1),
+        labels=labels_for(_labels(job)) if reduces(recipe.pool) == COVARIANCE else 0,
     )
+
+
+def _labels(job: ExtractionJob) -> int:
+    """Return the labels of a unit, as many as a sample has."""
+    units = job.table.units
+    return max(1, round(job.table.kept * int(units.tokens.sum()) / max(1, len(units))))
 
 
 def row_quantum(layout: Layout, processes: int) -> int:
@@ -240,7 +247,12 @@ def estimate(
         weights_bytes=held,
         device_bytes=needed,
         memory=machine.memory,
-        host_bytes=_pipeline_bytes(job, runtime, together // machine.processes)
+        host_bytes=_pipeline_bytes(
+            job,
+            runtime,
+            together // machine.processes,
+            machine.cuts.layout.size // machine.processes,
+        )
         + waiting
         + residency.host_bytes,
         bytes_by_dtype={
@@ -289,15 +301,26 @@ def _device_bytes(job: ExtractionJob, machine: Machine, residency: Residency) ->
     return held, streamed_bytes(work, resident, swept, looks_up=looks_up)
 
 
-def _pipeline_bytes(job: ExtractionJob, runtime: Runtime, rows: int) -> int:
-    """Return the bytes that a process holds in its queues, of `rows` rows in a step."""
-    per_row = sum(info.row_bytes for info in job.table.taps.values())
+def _pipeline_bytes(job: ExtractionJob, runtime: Runtime, rows: int, devices: int) -> int:
+    """Return the bytes that a process holds in its queues, of `rows` rows in a step.
+
+    Args:
+        devices: of the process.
+    """
+    taps = job.table.taps.values()
+    per_row = sum(info.channels * info.storage.itemsize for info in taps)
     in_flight = 2 * runtime.queue_depth + 1
     if job.recipe.pool:
         per_row *= min(1.0, 4 * job.table.kept)  # (in float32, in slots that are not all used)
+    covariances = 0
+    if reduces(job.recipe.pool) == COVARIANCE:
+        # Products as they arrive, in float32; and those of a unit and of one label in float64.
+        channels = [info.channels for info in job.table.taps.values()]
+        arriving = 4 * in_flight * labels_for(_labels(job)) * devices
+        covariances = sum((arriving + 16 * (_labels(job) + 1)) * each**2 for each in channels)
     # Three units at once: one is packed, one computes, one is committed.
     units = 3 * 64 * int(job.table.units.tokens.max())
-    return int(in_flight * rows * job.recipe.seq_len * per_row) + units
+    return int(in_flight * rows * job.recipe.seq_len * per_row) + units + covariances
 
 
 def _rows_left(job: ExtractionJob, done: set[int], left: Counted) -> Ints:
@@ -411,7 +434,7 @@ def refuse_if_too_large(cost: Estimate, where: str) -> None:
 def unit_overheads(table: Table) -> Ints:
     """Return the bytes of each unit besides its rows: statistics, headers, documents file."""
     taps, recipe, units = table.taps.values(), table.recipe, table.units
-    headers = sum(HEADER_ALIGN + 16 * info.width for info in taps) + 3 * HEADER_ALIGN
+    headers = sum(HEADER_ALIGN + 16 * info.channels for info in taps) + 3 * HEADER_ALIGN
     characters = np.minimum(units.num_docs * recipe.preview, _CHARACTERS * units.tokens)
     return headers + characters + units.num_docs * (_DOCUMENT + _KEPT * len(recipe.keep))
 

@@ -36,6 +36,7 @@ from spile.models.taps import Tap
 from spile.plan.pooling import spans_of
 
 _MOST_LABELS = 4096  # in a unit: each is held until its last token, and stored
+_MOST_BYTES = 64 << 30  # of their sums
 
 
 @dataclass(frozen=True)
@@ -146,11 +147,11 @@ def prepare_unit(
             with_table=with_table,
             timed=timed,
         )
-    if is_reduced(job.recipe.pool) and prepared.packed.num_rows > _MOST_LABELS:
-        rows = prepared.packed.num_rows
+    rows, each = prepared.packed.num_rows, job.table.row_bytes
+    if is_reduced(job.recipe.pool) and (rows > _MOST_LABELS or rows * each > _MOST_BYTES):
         raise ConfigError(
             f"{Pool.parse(job.recipe.pool or '').flag}: unit {unit.id} has {rows:,} labels, which "
-            f"take {size(rows * job.table.row_bytes)} in each unit; choose a column with fewer "
+            f"take {size(rows * each)} in each unit; choose a column with fewer "
             "values, or --pool mean, which stores a row for each document"
         )
     return replace(prepared, unit=unit.id, attempt=attempt)

@@ -8,9 +8,10 @@ import numpy as np
 
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError, InputError
+from spile.core.humanize import size
 from spile.core.index import ROLES
 from spile.core.options import listed
-from spile.core.pool import DOCUMENT, ROLE, SPEAKERS, TURN, Pool, reduced_by
+from spile.core.pool import COVARIANCE, DOCUMENT, ROLE, SPEAKERS, TURN, Pool, reduced_by
 from spile.core.recipe import ResolvedRecipe
 from spile.corpus.character_spans import NONE, spans_of_tokens
 from spile.corpus.chats.rows import RowReader
@@ -21,6 +22,8 @@ from spile.corpus.reader import CorpusReader
 from spile.corpus.tokenize import TextTokenizer
 from spile.corpus.units import sampled_files
 from spile.dataset.codec.quantization import QUANTIZED
+from spile.dataset.format import MAX_WIDTH, covariance_width
+from spile.models.config.arch import Arch
 from spile.models.taps import Tap
 
 
@@ -37,6 +40,7 @@ def reducing(recipe: Recipe) -> Recipe:
 def refuse_pool(
     recipe: ResolvedRecipe,
     taps: Sequence[Tap],
+    arch: Arch,
     encoded: Collection[str],
     reading: RowReader | None,
 ) -> None:
@@ -66,6 +70,13 @@ def refuse_pool(
     if ids:
         raise ConfigError(
             f"{asked}: {ids[0]} holds ids or ranks, which are not pooled; leave it out"
+        )
+    widest = max(taps, key=lambda tap: tap.width(arch, recipe.seq_len))
+    channels = widest.width(arch, recipe.seq_len)
+    if pool.by == COVARIANCE and covariance_width(channels) > MAX_WIDTH:
+        raise ConfigError(
+            f"{asked}: {widest.name} has {channels:,} channels, whose covariance would take "
+            f"{size(4 * channels * (channels + 3))} for each label; choose narrower taps"
         )
     if encoded and pool.labels is not None:
         raise ConfigError(f"{asked}: latents are not reduced by label; leave out --encode")

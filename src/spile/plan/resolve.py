@@ -20,7 +20,7 @@ from spile.core.errors import ConfigError, DriftError, InputError
 from spile.core.expressions import RowFilter
 from spile.core.humanize import plural
 from spile.core.identity import contents_digest, sampled_digests
-from spile.core.pool import Pool, is_reduced, label_columns
+from spile.core.pool import COVARIANCE, Pool, is_reduced, label_columns, reduces
 from spile.core.recipe import OF_EACH_ROW, TOPS, ResolvedRecipe
 from spile.core.units import Unit
 from spile.corpus.chat_layouts import refuse_other_layout, settle_chats
@@ -76,6 +76,8 @@ _log = logging.getLogger("spile.plan")
 
 # Fixed when the unit table is made: a unit should take minutes, not hours, to redo.
 _UNIT_TOKENS = 4_000_000  # on accelerators
+# A unit stores a covariance for each label and tap, so units of this many times the tokens.
+_UNITS_OF_COVARIANCES = 8
 # Options that need no default.
 _AS_GIVEN = (
     "latents", "text_column", "tokens_column", "roles_column", "logprobs_column", "tokens_dtype",
@@ -150,7 +152,7 @@ def resolve(
         if recipe.splice and splices
         else None,
     )
-    refuse_pool(resolved, taps, encoders, reading)
+    refuse_pool(resolved, taps, checkpoint.arch, encoders, reading)
     tokenizer = open_tokenizer(checkpoint, resolved)
     reading = reading or read_ids(resolved, tokenizer, checkpoint.arch.vocab_size)
     keep = settled_columns(recipe.keep, files, recipe.text_column, reading)
@@ -410,6 +412,8 @@ def _settled(
     assert recipe.model and recipe.corpus
     rows = RowFilter(recipe.where, recipe.every)
     unit_tokens = cpu_unit_tokens(arch, taps, seq_len) if platform == "cpu" else _UNIT_TOKENS
+    if reduces(recipe.pool) == COVARIANCE:
+        unit_tokens *= _UNITS_OF_COVARIANCES
     given: dict[str, Any] = {name: getattr(recipe, name) for name in _AS_GIVEN}
     given |= tops_of(taps, arch, seq_len)
     return ResolvedRecipe(
@@ -519,7 +523,7 @@ def _cut(
         refuse_missing_columns(reader, named)
         refuse_missing_spans(Pool.parse(resolved.pool) if resolved.pool else None, reader)
         density = tokens_per_byte(reader, tokenizer.count, first)
-        read, kept = _shares(resolved, reader, tokenizer, first)
+        read, kept, labels = _shares(resolved, reader, tokenizer, first)
         options = CutOptions(
             unit_tokens=resolved.unit_tokens,
             density=density * selection_of(resolved).share,
@@ -532,21 +536,24 @@ def _cut(
         units = make_units(reader, options, so_far)
         if resolved.dedupe and units:
             units = without_duplicates([*before, *units], reader)[len(before) :]
+    if is_reduced(resolved.pool):  # each unit has every label, however many tokens it has
+        kept = labels * len(units) / max(1, sum(unit.tokens for unit in units))
     return units, kept
 
 
 def _shares(
     resolved: ResolvedRecipe, reader: CorpusReader, tokenizer: TextTokenizer, first: int
-) -> tuple[float, float]:
-    """Return the share of tokens that the model reads, and the share of those that become rows.
+) -> tuple[float, float, int]:
+    """Return the share of tokens that the model reads, the share of those that become rows, and the
+    most rows of a file.
 
-    Both are measured on the first documents of a few files, from file `first` on.
+    All are measured on the first documents of a few files, from file `first` on.
     """
     if resolved.reads_all and resolved.keeps_all:
-        return 1.0, 1.0
+        return 1.0, 1.0, 0
     whole = dataclasses.replace(resolved, where=None, every=None, pool=None)
     chosen = RowFilter(resolved.where, resolved.every)
-    every = read = rows = 0
+    every = read = rows = most = 0
     indexes: list[np.ndarray] = []
     for file in sampled_files(reader, first):
         documents, taken = reader.sample(file)
@@ -560,11 +567,12 @@ def _shares(
         else:
             pooled = prepare_documents(resolved, tokenizer, first_ones, with_table=False)
             rows += pooled.packed.num_rows
+            most = max(most, pooled.packed.num_rows)
         indexes.append(found.packed.index)
     if read and resolved.where:
         _warn_of_no_choice(resolved, np.concatenate(indexes))
     # A sample without kept rows, as with `doc >= 10000`, gives no estimate.
-    return read / every if read else 1.0, rows / read if rows else 1.0
+    return read / every if read else 1.0, rows / read if rows else 1.0, most
 
 
 def _warn_of_no_choice(resolved: ResolvedRecipe, index: np.ndarray) -> None:

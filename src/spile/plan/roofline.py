@@ -95,8 +95,9 @@ class Workload:
     splices: tuple[Splice, ...] = ()
     # Bytes of the arrays of a block that can stay packed until they are used, by name.
     packed: Mapping[str, int] = field(default_factory=dict[str, int])
-    pool: str | None = None  # "mean" or "max", if the values of spans are reduced
+    pool: str | None = None  # how, if the values of spans are reduced: `core.pool.reduces`
     slots: int = 0  # then the places for them in each packed row
+    labels: int = 0  # and the labels of a unit, if covariances are summed
 
     @property
     def depth(self) -> int:
@@ -178,7 +179,8 @@ class Workload:
         if self.pool:
             values = sum(map(self._part_values, self.taps))
             values *= 2 if self.pool == MOMENTS else 1
-            return self.rows * self.slots * values * _PART // self.cuts.layout.size
+            parts = self.rows * self.slots * values * _PART // self.cuts.layout.size
+            return parts + _PART * self.labels * self._products
         return self._held(sum(self._row_bytes(tap, self.store_dtype) for tap in self.taps))
 
     @cached_property
@@ -187,12 +189,14 @@ class Workload:
 
         A filter does not count as saving space: the row with the most kept tokens sets the width.
         """
-        if self.pool and not self.encoders:  # and one tap's values as they are computed
-            widest = max(tap.width(self.arch, self.seq_len) for tap in self.taps)
+        widest = max(tap.width(self.arch, self.seq_len) for tap in self.taps)
+        deviations = 2 * self._own * widest * _PART if self.labels else 0
+        if self.pool and not self.encoders and not self.labels:  # and one tap's values as computed
             return 2 * self.stored + self._own * widest * self.item
-        late = self.store_dtype in QUANTIZED or self.encoders
+        late = self.store_dtype in QUANTIZED or self.encoders or self.labels
         met = activation_dtype(self.compute_dtype) if late else self.store_dtype
-        return self.stored + self._held(sum(self._met_bytes(tap, met) for tap in self.taps))
+        held = self._held(sum(self._met_bytes(tap, met) for tap in self.taps))
+        return self.stored + held + deviations
 
     def tap_bytes(self, tap: Tap) -> int:
         """Bytes of one tap's rows in their stored form."""
@@ -289,7 +293,8 @@ class Workload:
         if self.arch.layer_embed and self.depth:
             total += 2 * self.arch.num_layers * self.arch.layer_embed * self.arch.width
         total += sum(splice.flops for splice in self.splices)
-        return total * self._own + self._held(2 * self._encoding)
+        beside = self._encoding + (self._products if self.labels else 0)
+        return total * self._own + self._held(2 * beside)
 
     @cached_property
     def traffic(self) -> int:
@@ -433,6 +438,11 @@ class Workload:
         """Return how many values a span has on the device."""
         encoder = self.encoders.get(tap.name)
         return encoder.sae.latents if encoder else tap.width(self.arch, self.seq_len)
+
+    @property
+    def _products(self) -> int:
+        """Values of a label's products of deviations, over all taps."""
+        return sum(tap.width(self.arch, self.seq_len) ** 2 for tap in self.taps)
 
     def _met_bytes(self, tap: Tap, dtype: str) -> int:
         stored = tap.dtype(dtype)

@@ -32,7 +32,7 @@ from spile.objects import MemoryObjects
 from spile.plan.job import PreparedUnit
 from spile.run.assembly import Assembly
 from spile.run.pipeline.display import waiting
-from spile.run.pipeline.merging import SpanMerger, mergers
+from spile.run.pipeline.merging import PartMerger, mergers
 from spile.run.pipeline.nonfinite import FiniteTaps
 from spile.run.step.step import StepOutput
 from spile.run.world.devices import prepared_device
@@ -389,7 +389,7 @@ class WindowQueue:
         self._unit, self._row = start.unit, 0  # the current unit, and its next row
         self._skip = start.row
         self._current: PreparedUnit | None = None
-        self._mergers: dict[str, SpanMerger] = {}  # of the current unit, if values are pooled
+        self._mergers: dict[str, PartMerger] = {}  # of the current unit, if values are pooled
         self._parts = 0  # that have arrived of it
 
     # -- the worker's side ---------------------------------------------------------------------
@@ -404,13 +404,18 @@ class WindowQueue:
         self._parts += output.num_rows
         merged = self._mergers
         sources = {tap: merged[tap].source if merged else tap for tap in self._view.taps}
-        rows: dict[str, Sequence[tuple[np.ndarray, np.ndarray | None]]] = {
-            tap: list(output.pieces_of(source)) for tap, source in sources.items()
-        }
-        count = output.num_rows
-        for tap, pieces in rows.items() if self._mergers else ():
-            found, _ = self._mergers[tap].add(np.concatenate([parts for parts, _ in pieces]))
-            rows[tap], count = [(found, None)], len(found)
+        rows: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray | None]]]
+        if merged:
+            found = {
+                tap: [
+                    (merged[tap].add(each.parts_of(source), each.products_of(source))[0], None)
+                    for each in output.batches
+                ]
+                for tap, source in sources.items()
+            }
+            rows, count = found, sum(len(part) for part, _ in next(iter(found.values())))
+        else:
+            rows, count = {tap: list(output.pieces_of(tap)) for tap in sources}, output.num_rows
         entries = self._current.packed.index[self._row : self._row + count]
         keep = np.ones(len(entries), np.bool_) if not self._filter else self._filter.mask(entries)
         keep[: max(0, self._skip - self._row)] = False

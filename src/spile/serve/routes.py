@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from spile.core.errors import ConfigError, StoreError
+from spile.core.pool import COVARIANCE, reduces
 from spile.core.tap_order import sorted_taps
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.latents import pair_of
@@ -59,6 +60,11 @@ class Answers:
         """`opened` opens the dataset as it is now, finished or not."""
         self._opened, self._most_bytes = opened, most_bytes
         dataset = opened()
+        if reduces(dataset.recipe.pool) == COVARIANCE:
+            raise ConfigError(
+                f"{dataset.url}: holds covariances by label, and no rows to show; read them with "
+                "ds.reduced(TAP)"
+            )
         self.digest = Digest(dataset, most_bytes)
         own = {} if tokenizer else dataset.tokenizer_files()
         self.explorer = Explorer(dataset, PageTexts(dataset.recipe, tokenizer, own), self.digest)

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spile.core.pool import MOMENTS
+from spile.core.pool import COVARIANCE, MOMENTS
 from spile.models.files.sae import SparseEncoder, load_arrays, open_sae
 from spile.models.forward import pooling
-from spile.models.forward.pooling import Pooling
+from spile.models.forward.pooling import Pooling, products_by_label
 from support import saes
 
 SLOTS = np.array([[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 0, 0]], np.int32)
@@ -77,3 +77,23 @@ def test_latents_are_pooled_whatever_number_of_tokens_is_encoded_at_once(
             own = latents[row][SLOTS[row] == slot]
             wanted = own.sum(axis=0) if by == "mean" else own.max(axis=0)
             np.testing.assert_allclose(found[row, slot - 1], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("block", [1, 3, 512])
+def test_products_are_numpys_of_each_labels_deviations(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pooling, "_BLOCK", block)
+    values = (RNG.standard_normal((2, 6, 5)) + 100.0).astype(np.float32)
+    pooled = Pooling(COVARIANCE, jnp.asarray(SLOTS), 4)
+    # Label 0 has slots in both rows, label 1 in none, label 2 in one; slot 1 of row 1 has none.
+    labels = jnp.asarray([[2, 0, 1, 0], [3, 0, 0, 0]], jnp.int32)
+    sums = pooled.each_slot(jnp.asarray(values))
+    apart, label = pooled.deviations(jnp.asarray(values), sums, labels)
+    found = products_by_label(apart.reshape(12, 5), label.reshape(12), 4)
+    assert found.shape == (1, 4, 5, 5)
+    own = {0: np.r_[values[0, 2:5], values[1, 3:4]], 2: values[0, :2]}
+    for number in range(4):
+        tokens = own.get(number, np.zeros((1, 5))).astype(np.float64)
+        centred = tokens - tokens.mean(axis=0)
+        np.testing.assert_allclose(found[0, number], centred.T @ centred, rtol=1e-4, atol=1e-4)

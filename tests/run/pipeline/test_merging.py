@@ -8,7 +8,7 @@ from spile.core.pool import MOMENTS, Pool
 from spile.corpus.pooled_spans import PooledSpans
 from spile.dataset.codec.statistics import TapStats
 from spile.dataset.format import TapInfo
-from spile.run.pipeline.merging import SpanMerger
+from spile.run.pipeline.merging import CovarianceMerger, SpanMerger
 
 INFO = TapInfo((3,), "float32")
 # (document, packed row) of each token: documents 0 and 2 have parts in two packed rows.
@@ -74,6 +74,31 @@ def test_moments_are_numpys_mean_and_variance(steps: list[list[int]], spans: Poo
         own = VALUES[[n for n, (of, _) in enumerate(TOKENS) if of == doc]].astype(np.float64)
         np.testing.assert_allclose(row[:, 0], own.mean(axis=0), rtol=1e-6)
         np.testing.assert_allclose(row[:, 1], own.var(axis=0), rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("steps", [[[0, 1, 2]], [[0], [1], [2]], [[0, 1], [2]]])
+def test_covariances_are_numpys_whatever_a_step_holds(
+    steps: list[list[int]], spans: PooledSpans
+) -> None:
+    def products(rows: list[int]) -> np.ndarray:
+        found = np.zeros((4, 3, 3), np.float32)
+        tokens = [n for row in rows for part in PARTS[row] for n in part]
+        for number, doc in enumerate(DOCS):
+            own = VALUES[[n for n in tokens if TOKENS[n][0] == doc]]
+            apart = own - own.mean(axis=0) if len(own) else own
+            found[number] = apart.T @ apart
+        return found
+
+    merger = CovarianceMerger(spans, TapInfo((9,), "float64", covariance_of=(3,)), "tap")
+    found = [merger.add(parts("mean", step), [products(step) / 2] * 2) for step in steps]
+    rows = [row for group, _ in found for row in group]
+    stats = [each for _, group in found for each in group]
+    for row, each, doc in zip(rows, stats, DOCS, strict=True):
+        own = VALUES[[n for n, (of, _) in enumerate(TOKENS) if of == doc]].astype(np.float64)
+        covariance = np.cov(own.T, bias=True)
+        np.testing.assert_allclose(row[:3], own.mean(axis=0), rtol=1e-6)
+        np.testing.assert_allclose(row[3:], covariance[np.triu_indices(3)], rtol=1e-5, atol=1e-7)
+        assert each.count == 1 and each.mean.tolist() == row[:3].tolist()
 
 
 def test_rows_are_rounded_to_what_is_stored(spans: PooledSpans) -> None:

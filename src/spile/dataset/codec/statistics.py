@@ -35,16 +35,21 @@ class TapStats:
         return cls(0, np.zeros(width), np.zeros(width), 0.0, 0.0, 0)
 
     @classmethod
-    def of_rows(cls, rows: np.ndarray) -> "TapStats":
-        """Measure rows as they are stored, in float64."""
-        wide = rows.reshape(len(rows), -1).astype(np.float64)
+    def of_rows(cls, rows: np.ndarray, channels: int | None = None) -> "TapStats":
+        """Measure rows as they are stored, in float64.
+
+        Args:
+            channels: the first values of a row that are measured, if not all are.
+        """
+        flat = rows.reshape(len(rows), -1)
+        nonfinite = int(np.count_nonzero(~np.isfinite(flat)))
+        wide = flat[:, :channels].astype(np.float64)
         finite = np.isfinite(wide)
         with np.errstate(invalid="ignore"):  # infinities, if they were allowed
             mean = wide.mean(axis=0)
             m2 = np.square(wide - mean).sum(axis=0)
             norms = np.sqrt(np.square(wide).sum(axis=1))
         largest = np.abs(wide).max(initial=0.0, where=finite)
-        nonfinite = int(np.count_nonzero(~finite))
         return cls(len(rows), mean, m2, float(norms.sum()), float(largest), nonfinite)
 
     @classmethod

@@ -283,7 +283,7 @@ def _check_statistics(
     key = done.statistics.key
     for tap, spec in table.taps.items():
         try:
-            stats = TapStats.from_tensors(tap, tensors, spec.width)
+            stats = TapStats.from_tensors(tap, tensors, spec.channels)
         except SpileError as error:
             yield f"{key}: {error}"
             continue

@@ -501,8 +501,9 @@ class Dataset:
 
     def statistics(self, tap: str) -> TapStats:
         """Return count, mean, variance, norms and extremes of a tap over the whole dataset."""
-        tap, width = self.name(tap), self.width(tap)
+        tap = self.name(tap)
         part = self._part_of[tap]
+        width = part.table.taps[tap].channels
         objects = rooted(self._objects, part.prefix)
         if part.merged is not None:
             return TapStats.from_tensors(tap, read_columns(objects, part.merged), width)

@@ -104,11 +104,12 @@ def direction(
             the mean of its tokens. "tokens": each token counts once, so that long documents count
             for more. Rows of a dataset made with `--pool mean` count as the tokens that they stand
             for, and those of `max`, `last` and `first` as one. The sums of `--reduce` are over
-            tokens; they take no other options.
+            tokens, and take no `where`.
         where: the rows to use, as in `ds.batches`: "not special and pos >= 1".
         whiten: return the direction of linear discriminant analysis: the inverse of the covariance
             within the groups, times the difference. The covariance is shrunk by the formula of
-            Ledoit and Wolf (2004); `_whitened` has it.
+            Ledoit and Wolf (2004); `_whitened` has it. Sums need covariances (`--reduce mean,cov`),
+            which are shrunk by OAS (Chen and others, 2010).
 
     Raises:
         ConfigError: if no document has one of the labels, or the column cannot be determined.
@@ -121,7 +122,9 @@ def direction(
             "rows has no meaning"
         )
     if is_reduced(ds.recipe.pool):
-        return _of_sums(ds, positive, negative, tap, by, over, plain=not where and not whiten)
+        if where:
+            raise ConfigError(f"{ds.url}: holds sums by label, not rows to choose; leave out where")
+        return _of_sums(ds, positive, negative, tap, by, over, whiten=whiten)
     over = over or "documents"
     if over not in get_args(MeanOver):
         raise ConfigError(f"means are over 'documents' or 'tokens', not over {over!r}")
@@ -164,21 +167,34 @@ def _of_sums(
     by: object,
     over: str | None,
     *,
-    plain: bool,
+    whiten: bool,
 ) -> Direction:
-    """Return the difference of two means that `--reduce` stored."""
-    sums, columns = ds.reduced(tap), ",".join(Pool.parse(ds.recipe.pool or "").labels or ())
+    """Return the difference of two means that `--reduce` stored, or LDA by their covariances."""
+    columns = ",".join(Pool.parse(ds.recipe.pool or "").labels or ())
     named = by is None or (isinstance(by, str) and by == columns)
-    if not named or over not in (None, "tokens") or not plain:
+    if not named or over not in (None, "tokens"):
         raise ConfigError(
-            f"{ds.url}: holds sums by label, over tokens, and neither rows nor covariances; "
-            "leave out by, over, where and whiten, or extract with --pool mean"
+            f"{ds.url}: holds sums by label, over tokens; leave out by and over, or extract with "
+            "--pool mean"
+        )
+    sums = ds.reduced(tap)
+    if whiten and sums.covariances is None:
+        raise ConfigError(
+            f"{ds.url}: holds no covariances, which whiten needs; extract with --reduce mean,cov"
         )
     means = np.stack([sums[positive], sums[negative]])
     found = _difference(means, f"{ds.url}: {tap}", positive, negative)
     counts = dict(zip(sums.labels, sums.counts.tolist(), strict=True))
     rows = {label: counts[label] for label in (positive, negative)}
-    return Direction(found.astype(DECODED), tap, {}, rows, None)
+    shrinkage = None
+    if whiten and sums.covariances is not None:
+        shares = [counts[label] / sum(rows.values()) for label in rows]
+        own = [sums.covariances[sums.labels.index(label)] for label in rows]
+        covariance = sum(share * each for share, each in zip(shares, own, strict=True))
+        shrinkage = _oracle_shrinkage(np.asarray(covariance), sum(rows.values()), tap)
+        flat = _solved(np.asarray(covariance), shrinkage, found.reshape(-1), tap)
+        found = flat.reshape(found.shape)
+    return Direction(found.astype(DECODED), tap, {}, rows, shrinkage)
 
 
 @dataclass(frozen=True)
@@ -363,14 +379,41 @@ def _whitened(
         count += len(rows)
     covariance /= count
     mean = float(np.trace(covariance)) / width
+    _refuse_no_spread(mean, count, tap)
+    size = float(np.square(covariance).sum())
+    apart, scatter = size - width * mean**2, (fourth / count - size) / count
+    shrinkage = min(1.0, max(0.0, scatter / apart)) if apart > 0 else 1.0
+    return _solved(covariance, shrinkage, difference, tap), shrinkage
+
+
+def _refuse_no_spread(mean: float, count: int, tap: str) -> None:
     if count <= _SIDES or mean == 0:
         raise ConfigError(
             f"{tap}: whiten needs a group with two documents that differ; within each group all "
             "rows are equal"
         )
-    size = float(np.square(covariance).sum())
-    apart, scatter = size - width * mean**2, (fourth / count - size) / count
-    shrinkage = min(1.0, max(0.0, scatter / apart)) if apart > 0 else 1.0
+
+
+def _oracle_shrinkage(covariance: np.ndarray, count: int, tap: str) -> float:
+    """Return the shrinkage of a covariance of `count` samples (OAS: Chen and others, 2010).
+
+    It needs no moments beyond the covariance, unlike that of Ledoit and Wolf. (It is their formula
+    for normal samples.)
+    """
+    width = len(covariance)
+    mean = float(np.trace(covariance)) / width
+    _refuse_no_spread(mean, count, tap)
+    size = float(np.square(covariance).mean())
+    apart = (count + 1) * (size - mean**2 / width)
+    return min(1.0, (size + mean**2) / apart) if apart > 0 else 1.0
+
+
+def _solved(
+    covariance: np.ndarray, shrinkage: float, difference: np.ndarray, tap: str
+) -> np.ndarray:
+    """Return the direction of LDA, as long as the difference is along it; changes `covariance`."""
+    width = len(difference)
+    mean = float(np.trace(covariance)) / width
     covariance *= 1 - shrinkage
     covariance.flat[:: width + 1] += shrinkage * mean
     try:
@@ -378,4 +421,4 @@ def _whitened(
     except np.linalg.LinAlgError:
         raise ConfigError(f"{tap}: the covariance within the groups is singular") from None
     unit = found / np.linalg.norm(found)
-    return unit * (unit @ difference), shrinkage
+    return unit * (unit @ difference)

@@ -1,4 +1,4 @@
-"""What `--reduce` stored, for each label: the number of tokens, their mean, and their variance.
+"""What `--reduce` stored for each label: the number of tokens, their mean, variance, covariance.
 
 A unit stores sums for each of its labels. Here they are merged in float64, in stored order, so the
 result has the same bits whoever made the units.
@@ -31,7 +31,10 @@ class ReducedRows:
         labels: the values of the column; of several columns, tuples; without --by, (None,).
         counts: how many tokens each has.
         means: [labels, width] in float64; with the axes of a row, if it has several.
-        variances: the same for the population variance of each channel; None without `var`.
+        variances: the same for the population variance of each channel; None unless `var` or `cov`
+            was asked for.
+        covariances: [labels, width, width]: the population covariance; None without `cov`. The axes
+            of a row count as one, of `width` values.
     """
 
     def __init__(
@@ -40,11 +43,21 @@ class ReducedRows:
         counts: np.ndarray,
         means: np.ndarray,
         variances: np.ndarray | None,
+        covariances: np.ndarray | None,
         told: str,
     ) -> None:
         """`told`: what was reduced, in words."""
         self.labels, self.counts = tuple(labels), counts
-        self.means, self.variances, self._told = means, variances, told
+        self.means, self.variances, self.covariances = means, variances, covariances
+        self._told = told
+
+    @property
+    def second_moments(self) -> np.ndarray:
+        """[labels, width, width]: the mean of the outer product of a row with itself."""
+        if self.covariances is None:
+            raise ConfigError(f"{self._told}: second moments need --reduce mean,cov")
+        means = self.means.reshape(len(self), -1)
+        return self.covariances + means[:, :, None] * means[:, None, :]
 
     def __getitem__(self, label: LabelValue) -> np.ndarray:
         """Return the mean of a label's tokens."""
@@ -80,34 +93,61 @@ def reduced(stored: StoredRows, tables: DocumentTables, tap: str) -> ReducedRows
         )
     index = stored.index(0, stored.count)
     labels, place = _labels_of(pool, tables, index)
-    shape = stored.table.taps[tap].shape
+    info = stored.table.taps[tap]
     counts = np.zeros(len(labels), np.int64)
-    sums = np.zeros((len(labels), *shape), np.float64)
-    step = max(1, _WINDOW_BYTES // stored.table.taps[tap].row_bytes)
+    sums = np.zeros((len(labels), *info.shape), np.float64)
+    upper = np.triu_indices(info.channels) if info.covariance_of is not None else None
+    step = max(1, _WINDOW_BYTES // info.row_bytes)
     for start in range(0, len(index), step):
         stop = min(start + step, len(index))
-        rows = np.empty((stop - start, *shape), np.float64)
+        rows = np.empty((stop - start, *info.shape), np.float64)
         stored.fill(tap, list(stored.pieces(tap, start, stop)), rows)
         for row, at, count in zip(
             rows, place[start:].tolist(), index["count"][start:].tolist(), strict=False
         ):
-            _merge(sums[at], int(counts[at]), row, count, moments=pool.by == MOMENTS)
+            share = count / (int(counts[at]) + count)
+            if pool.by == MOMENTS:
+                _merge(sums[at, ..., :1], sums[at, ..., 1:], row[..., :1], row[..., 1:], share)
+            elif upper is not None:
+                (means, spread), (own, more) = (
+                    np.split(each, [info.channels]) for each in (sums[at], row)
+                )
+                _merge(means, spread, own, more, share, upper)
+            else:
+                sums[at] += (row - sums[at]) * share
             counts[at] += count
     told = f"{tap} of {url}, {text}"
     if pool.by == MOMENTS:
-        return ReducedRows(labels, counts, sums[..., 0], sums[..., 1], told)
-    return ReducedRows(labels, counts, sums, None, told)
+        return ReducedRows(labels, counts, sums[..., 0], sums[..., 1], None, told)
+    if upper is None:
+        return ReducedRows(labels, counts, sums, None, None, told)
+    covariances = np.empty((len(labels), info.channels, info.channels))
+    for full, own in zip(covariances, sums[:, info.channels :], strict=True):
+        full[upper] = full.T[upper] = own
+    shape = (len(labels), *(info.covariance_of or ()))
+    means = sums[:, : info.channels].reshape(shape)
+    variances = np.diagonal(covariances, axis1=1, axis2=2).reshape(shape)
+    return ReducedRows(labels, counts, means, variances, covariances, told)
 
 
-def _merge(total: np.ndarray, counted: int, row: np.ndarray, count: int, *, moments: bool) -> None:
-    """Add the mean of `count` tokens to that of `counted`, and the variance (Chan's update)."""
-    share = count / (counted + count)
-    if not moments:
-        total += (row - total) * share
-        return
-    apart = row[..., 0] - total[..., 0]
-    total[..., 1] += (row[..., 1] - total[..., 1]) * share + apart * apart * (share * (1 - share))
-    total[..., 0] += apart * share
+def _merge(
+    mean: np.ndarray,
+    spread: np.ndarray,
+    more_mean: np.ndarray,
+    more_spread: np.ndarray,
+    share: float,
+    pairs: tuple[np.ndarray, np.ndarray] | None = None,
+) -> None:
+    """Add more tokens to a mean and variance (Chan's update).
+
+    Args:
+        share: that of the new tokens among all.
+        pairs: the two channels of each value of a covariance; None: `spread` is of variances.
+    """
+    apart = more_mean - mean
+    squares = apart * apart if pairs is None else apart[pairs[0]] * apart[pairs[1]]
+    spread += (more_spread - spread) * share + squares * (share * (1 - share))
+    mean += apart * share
 
 
 def _labels_of(

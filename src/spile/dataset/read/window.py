@@ -476,6 +476,8 @@ _UNHELD = _references([np.empty(0)], 0)  # counted in the same way
 
 def _affine(normalize: Normalize, stats: TapStats, info: TapInfo) -> Affine:
     """Return the normalization; statistics are per channel, whatever axes a row has."""
+    if info.covariance_of is not None:
+        raise ConfigError("it holds sums by label, which have no scale; leave out normalize")
     if normalize == "norm":
         norm = stats.mean_norm
         return Affine(None, math.sqrt(info.width) / norm if norm > 0 else 1.0)

@@ -12,7 +12,7 @@ added again, get the next number.
 import contextlib
 import logging
 from collections.abc import Generator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -98,7 +98,7 @@ class Pass:
         body = {
             "recipe": table.recipe.to_json(),
             "fingerprint": table.fingerprint,
-            "taps": {name: asdict(info) for name, info in table.taps.items()},
+            "taps": {name: info.to_json() for name, info in table.taps.items()},
             "kept": table.kept,
             "rows": self.dataset.table().fingerprint,
         }

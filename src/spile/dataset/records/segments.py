@@ -259,7 +259,7 @@ def columns_of(records: Sequence[Done]) -> dict[str, np.ndarray]:
 
 def statistics_in(columns: Columns, taps: Mapping[str, Any]) -> dict[str, TapStats]:
     """Return the statistics that a segment, or the manifest's columns, hold."""
-    return {tap: TapStats.from_tensors(tap, columns, info.width) for tap, info in taps.items()}
+    return {tap: TapStats.from_tensors(tap, columns, info.channels) for tap, info in taps.items()}
 
 
 def read_statistics(

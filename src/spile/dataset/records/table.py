@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, overload
 
@@ -137,7 +137,7 @@ class Table:
         body: dict[str, Any] = {
             "recipe": self.recipe.to_json(),
             "fingerprint": self.fingerprint,
-            "taps": {name: asdict(info) for name, info in self.taps.items()},
+            "taps": {name: info.to_json() for name, info in self.taps.items()},
             "files": list(self.files),
             "units": {**units.to_json(), "count": len(self.units)},
             "kept": self.kept,

@@ -67,7 +67,7 @@ class UnitWriter:
         self.attempt = attempt or system().token(8)
         self._layout, self._prefix = layout, layout.attempt_prefix(unit, self.attempt)
         self.first, self.rows = run or (0, len(index))
-        self.stats = {tap: TapStats.empty(info.width) for tap, info in taps.items()}
+        self.stats = {tap: TapStats.empty(info.channels) for tap, info in taps.items()}
         self._objects, self._index, self._compress = objects, index, compress
         self._part, self._durable = part, durable
         self._open: set[ShardWriter] = set()
@@ -315,7 +315,7 @@ def unit_bytes(
         parts: the number of rows that each process of the slice writes.
         documents: the documents table, as `encode_documents` makes it.
     """
-    statistics = statistics_tensors({t: TapStats.empty(i.width) for t, i in taps.items()})
+    statistics = statistics_tensors({t: TapStats.empty(i.channels) for t, i in taps.items()})
     shards = sum(_shard_bytes(tap, info, parts, shard_bytes) for tap, info in taps.items())
     index = index_tensors(sum(parts), index_dtype)
     return shards + sum(map(_file_bytes, (index, specs_of(statistics), specs_of(documents))))

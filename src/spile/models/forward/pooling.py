@@ -5,6 +5,9 @@ values in that row, or (for "moments") the sum and the sum of squared deviations
 a last axis of two; the host merges rows and divides. A sum is a product with zeros and ones: it is
 exact but for its float32 accumulation, and has one order on a device. (Additions by index have
 none on GPUs.)
+
+For "covariance" a slot's value is the sum. In addition, each label of the unit has the products of
+its tokens' deviations from their mean in the step; a row for each slot would not fit.
 """
 
 # Strict, but for values that jax's own types leave unknown.
@@ -23,12 +26,14 @@ from spile.core.pool import MOMENTS
 from spile.models.files.sae import AT_ONCE, Arrays, SparseEncoder, latents_of
 from spile.models.forward.splice import kth_largest
 
+_BLOCK = 512  # tokens of one label that are multiplied at a time
+
 
 @dataclass(frozen=True)
 class Pooling:
     """How the kept tokens of a batch are pooled."""
 
-    by: str  # "mean", "max" or `MOMENTS`
+    by: str  # "mean", "max", `MOMENTS` or `COVARIANCE`
     slots: Int[Array, "rows kept"]  # of each token, from 1; 0: it belongs to none
     count: int  # slots of a row
 
@@ -51,7 +56,7 @@ class Pooling:
         if self.by == MOMENTS:
             found = self._moments(flat)
             return found.reshape(*found.shape[:2], *shape, 2)
-        pooled = self._sums(flat) if self.by == "mean" else self._maxima(flat)
+        pooled = self._maxima(flat) if self.by == "max" else self._sums(flat)
         return pooled.reshape(*pooled.shape[:2], *shape)
 
     def _moments(
@@ -63,6 +68,29 @@ class Pooling:
         own = jnp.take_along_axis(sums / counts, self.slots[..., None] - 1, axis=1)
         deviations = values.astype(jnp.float32) - own
         return jnp.stack([sums, self._sums(deviations * deviations)], axis=-1)
+
+    def deviations(
+        self,
+        values: Float[Array, "rows kept width"],
+        sums: Float[Array, "rows slots width"],
+        labels: Int[Array, "rows labels"],
+    ) -> tuple[Float[Array, "rows kept width"], Int[Array, "rows kept"]]:
+        """Return each token's distance from the mean of its label in this step, and its label.
+
+        Args:
+            sums: of the slots.
+            labels: the slot of each label in a row, or 0. Tokens of no label get the number after
+                the last.
+        """
+        held, most = labels > 0, labels.shape[1]
+        own = jnp.take_along_axis(sums, jnp.maximum(labels - 1, 0)[..., None], axis=1)
+        total = jnp.where(held[..., None], own, 0.0).sum(axis=0)
+        members = (self.slots[:, :, None] == labels[:, None, :]) & held[:, None, :]
+        counts = jnp.maximum(members.sum(axis=(0, 1)), 1).astype(jnp.float32)
+        label = jnp.where(members.any(axis=-1), members.argmax(axis=-1).astype(jnp.int32), most)
+        means = total / counts[:, None]
+        apart = values.astype(jnp.float32) - means[jnp.minimum(label, most - 1)]
+        return apart, label
 
     def _sums(self, values: Float[Array, "rows kept width"]) -> Float[Array, "rows slots width"]:
         members = self.members
@@ -119,3 +147,42 @@ class Pooling:
         flat = values.reshape(rows, kept, math.prod(values.shape[2:]))
         pooled, _ = jax.lax.scan(add, nothing, (by_part(flat), by_part(self.slots)))
         return pooled
+
+
+def products_by_label(
+    deviations: Float[Array, "tokens width"], labels: Int[Array, " tokens"], count: int
+) -> Float[Array, "1 labels width width"]:
+    """Sum the outer products of each label's tokens, in an order that a device fixes.
+
+    Tokens are sorted by label, and laid into blocks of one label each. So the cost is that of one
+    product of all tokens, however many labels there are.
+    """
+    tokens, width = deviations.shape
+    size = min(tokens, _BLOCK)
+    blocks = -(-tokens // size) + count
+    order = jnp.argsort(labels, stable=True)
+    held = jnp.bincount(labels, length=count + 1).astype(jnp.int32)
+    padded = -(-held[:count] // size) * size
+    ends = jnp.cumsum(padded)
+    # (Those of no label come last, and have no place.)
+    first = jnp.concatenate([ends - padded, jnp.full((1,), blocks * size, ends.dtype)])
+    sorted_by = labels[order]
+    rank = jnp.arange(tokens) - (jnp.cumsum(held) - held)[sorted_by]
+    places = jnp.full((blocks * size,), tokens, jnp.int32)
+    places = places.at[first[sorted_by] + rank].set(order.astype(jnp.int32), mode="drop")
+    label_of = jnp.searchsorted(ends, jnp.arange(blocks) * size, side="right")
+    label_of = jnp.minimum(label_of, count - 1).astype(jnp.int32)
+    rows = jnp.pad(deviations, ((0, 1), (0, 0)))
+
+    def add(
+        total: Float[Array, "labels width width"], block: tuple[Array, Array]
+    ) -> tuple[Float[Array, "labels width width"], None]:
+        label, own = block
+        wide = rows[own]
+        products = jnp.einsum("tw,tv->wv", wide, wide, precision=jax.lax.Precision.HIGHEST)
+        before = jax.lax.dynamic_index_in_dim(total, label, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(total, before + products, label, 0), None
+
+    nothing = jnp.zeros((count, width, width), jnp.float32)
+    found, _ = jax.lax.scan(add, nothing, (label_of, places.reshape(blocks, size)))
+    return found[None]

@@ -1,12 +1,17 @@
 """Pooled rows, made on the host: parts of spans are merged in float64, in stored order.
 
-So a row has the same bits however its span is cut into steps. It is written once its last part has
+So a row has the same bits however its span is cut into steps. (The products of a covariance are
+summed by step, so its bits are those of the steps' size.) It is written once its last part has
 arrived; until then its sum is held.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
 import numpy as np
 
-from spile.core.pool import MOMENTS, reduces
+from spile.core.pool import COVARIANCE, MOMENTS, reduces
 from spile.core.recipe import latent_names
 from spile.corpus.pooled_spans import PooledSpans
 from spile.dataset.codec.quantization import DECODED
@@ -16,8 +21,25 @@ from spile.dataset.records.table import Table
 from spile.plan.job import PreparedUnit
 
 
+class PartMerger(Protocol):
+    """Merges the parts of one tap of one unit; `source` is the name under which they come."""
+
+    source: str
+
+    def add(
+        self, parts: np.ndarray, products: Sequence[np.ndarray] = ()
+    ) -> tuple[np.ndarray, list[TapStats]]:
+        """Take the parts of whole packed rows; return the rows that they complete, as stored.
+
+        Args:
+            products: of these packed rows' deviations, by label, if covariances are summed; those
+                of several devices are added up.
+        """
+        ...
+
+
 class SpanMerger:
-    """Merges the parts of one tap of one unit."""
+    """Merges sums or maxima."""
 
     def __init__(self, spans: PooledSpans, by: str, info: TapInfo, source: str = "") -> None:
         """Args:
@@ -30,11 +52,10 @@ class SpanMerger:
         self._open: dict[int, np.ndarray] = {}  # by row
         self._counted: dict[int, int] = {}  # tokens of each open row so far
 
-    def add(self, parts: np.ndarray) -> tuple[np.ndarray, list[TapStats]]:
-        """Take the parts of whole packed rows; return the rows that they complete, as stored.
-
-        Their statistics come for each packed row, whatever a step holds.
-        """
+    def add(
+        self, parts: np.ndarray, products: Sequence[np.ndarray] = ()
+    ) -> tuple[np.ndarray, list[TapStats]]:
+        """Statistics come for each packed row, whatever a step holds."""
         spans, first = self._spans, self._done
         self._done += len(parts)
         rows, ends = spans.parts[first : self._done], spans.ends[first : self._done]
@@ -91,12 +112,73 @@ class SpanMerger:
         return both
 
 
-def mergers(table: Table, prepared: PreparedUnit) -> dict[str, SpanMerger]:
+@dataclass
+class _Label:
+    """What is known of a label so far."""
+
+    count: int
+    sums: np.ndarray  # of its tokens' values
+    squares: np.ndarray  # [width, width]: the products of their deviations from the mean
+
+
+class CovarianceMerger:
+    """Merges the sums of labels, and the products of their tokens' deviations.
+
+    A row is the mean of a label's tokens, followed by the upper triangle of their covariance.
+    """
+
+    def __init__(self, spans: PooledSpans, info: TapInfo, source: str) -> None:
+        self._spans, self._info, self.source = spans, info, source
+        self._done = 0  # parts that have arrived
+        self._labels: dict[int, _Label] = {}  # those with parts to come, by row
+
+    def add(
+        self, parts: np.ndarray, products: Sequence[np.ndarray] = ()
+    ) -> tuple[np.ndarray, list[TapStats]]:
+        spans, first = self._spans, self._done
+        self._done += len(parts)
+        rows, ends = spans.parts[first : self._done], spans.ends[first : self._done]
+        counts = spans.part_counts[first : self._done]
+        wide = parts.reshape(len(parts), self._info.channels).astype(np.float64)
+        for row in np.unique(rows).tolist():
+            own = rows == row
+            self._labels[row] = self._merged(row, wide[own], int(counts[own].sum()), products)
+        stored = np.empty((np.count_nonzero(ends), self._info.width), np.float64)
+        upper = np.triu_indices(self._info.channels)
+        for out, row in zip(stored, rows[ends].tolist(), strict=True):
+            label = self._labels.pop(row)
+            out[: self._info.channels] = label.sums / label.count
+            out[self._info.channels :] = label.squares[upper] / label.count
+        return stored, [TapStats.of_rows(row[None], self._info.channels) for row in stored]
+
+    def _merged(
+        self, row: int, sums: np.ndarray, count: int, products: Sequence[np.ndarray]
+    ) -> _Label:
+        """Merge the tokens of a step with those before them (Chan's update)."""
+        total = np.zeros(self._info.channels)
+        for part in sums:
+            total += part
+        squares = np.zeros((self._info.channels,) * 2)
+        before = self._labels.get(row)
+        if before is not None:
+            apart = before.sums / before.count - total / count
+            share = before.count * count / (before.count + count)
+            np.multiply.outer(apart * share, apart, out=squares)
+            squares += before.squares
+            total, count = before.sums + total, before.count + count
+        for each in products:
+            squares += each[row]
+        return _Label(count, total, squares)
+
+
+def mergers(table: Table, prepared: PreparedUnit) -> dict[str, PartMerger]:
     """Return what makes the pooled rows of a unit, by tap; nothing unless values are reduced."""
     by = reduces(table.recipe.pool)
     spans = prepared.packed.pooled if by else None
     if by is None or spans is None:
         return {}
+    if by == COVARIANCE:
+        return {tap: CovarianceMerger(spans, info, tap) for tap, info in table.taps.items()}
     latents = [latent_names(tap) for tap in table.recipe.encode]
     sources = {name: values for values, ids in latents for name in (values, ids)}
     return {

@@ -22,7 +22,7 @@ from spile.dataset.format import Shard
 from spile.dataset.write.unit_writer import Attempt, UnitWriter
 from spile.metrics.values import next_token_counts, tap_counts
 from spile.plan.job import ExtractionJob, PreparedUnit
-from spile.run.pipeline.merging import SpanMerger, mergers
+from spile.run.pipeline.merging import PartMerger, mergers
 from spile.run.pipeline.nonfinite import FiniteTaps
 from spile.run.step.step import StepOutput
 from spile.run.world.world import RunContext
@@ -40,7 +40,7 @@ class _Writing:
     rows: int = 0  # that have arrived, in this process's part
     seconds: float = 0.0  # it took to compute
     dropped: bool = False  # the run stopped before its end
-    mergers: Mapping[str, SpanMerger] = field(default_factory=dict[str, SpanMerger])  # by tap
+    mergers: Mapping[str, PartMerger] = field(default_factory=dict[str, PartMerger])  # by tap
 
 
 class _Shared:
@@ -223,15 +223,17 @@ class Sink:
                 merger = item.unit.mergers.get(tap)
                 found = [] if merger else output.stats_of(tap)
                 source = merger.source if merger else tap
-                pieces = [*output.pieces_of(source)]
+                pieces = [] if merger else [*output.pieces_of(source)]
+                parts = [each.parts_of(source) for each in output.batches] if merger else []
             if merger:
-                parts = np.concatenate([parts for parts, _ in pieces])
-                if not np.isfinite(parts).all():
+                if not all(np.isfinite(each).all() for each in parts):
                     self._refuse_nonfinite(item, output)
                 if not self._world.leads:  # which writes all pooled rows
                     continue
-                rows, found = merger.add(parts)
-                pieces = [(rows, None)]
+                for batch, arrived in zip(output.batches, parts, strict=True):
+                    rows, stats = merger.add(arrived, batch.products_of(source))
+                    pieces.append((rows, None))
+                    found += stats
             self._watch(tap, found)
             if tap == "logprob" and not merger:
                 self._watch_predictions(item, found)

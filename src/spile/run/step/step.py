@@ -25,6 +25,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array
 
 from spile.core.config import activation_dtype
+from spile.core.pool import COVARIANCE
 from spile.corpus.pack import Batch
 from spile.dataset.codec.quantization import QUANTIZED
 from spile.dataset.codec.statistics import TapStats
@@ -38,7 +39,7 @@ from spile.models.forward.pooling import Pooling
 from spile.models.forward.sharding import PINNED, Shards, local_runs, put
 from spile.models.forward.weights import LayerSchedule, Params, WeightArrays
 from spile.models.taps import Tap
-from spile.run.step.stored import Extras, Reduced, StoredForm, packing
+from spile.run.step.stored import PRODUCTS, Extras, Reduced, StoredForm, packing
 
 _log = logging.getLogger("spile.run")
 
@@ -57,11 +58,12 @@ class StepInputs(NamedTuple):
     columns: Any
     slots: Any
     sizes: Any
+    labels: Any
 
     @property
     def read(self) -> Inputs:
         """What the model reads."""
-        tokens, positions, segments, _, columns, slots, sizes = self
+        tokens, positions, segments, _, columns, slots, sizes, _ = self
         return Inputs(tokens, positions, segments, columns, slots, sizes)
 
 
@@ -143,7 +145,7 @@ class StepRows:
 
     runs: Runs  # of this process's devices, or of all if every device has the rows
     rows: Mapping[str, Array]
-    reduced: Mapping[str, Reduced]  # empty if values are pooled
+    reduced: Mapping[str, Reduced]  # if values are pooled, only the products of covariances
     gathered: bool = False  # whether every device has the rows of all
 
     def pieces_of(self, tap: str) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
@@ -155,8 +157,23 @@ class StepRows:
         for count, rows, by_row in zip(self.runs.counts, runs, scales, strict=True):
             yield rows[:count], None if by_row is None else by_row[:count]
 
+    def parts_of(self, tap: str) -> np.ndarray:
+        """The parts of pooled rows."""
+        return np.concatenate([parts for parts, _ in self.pieces_of(tap)])
+
+    def products_of(self, tap: str) -> list[np.ndarray]:
+        """[labels, width, width]: the products of deviations, if covariances are summed.
+
+        There are several to add up, of one device each.
+        """
+        found = self.reduced.get(tap, {}).get(PRODUCTS)
+        if found is None:
+            return []
+        each = local_runs(found)
+        return [products for part in (each[:1] if self.gathered else each) for products in part]
+
     def nonfinite_of(self, tap: str) -> list[np.ndarray]:
-        if tap in self.reduced:
+        if "nonfinite" in self.reduced.get(tap, {}):
             return local_runs(self.reduced[tap]["nonfinite"])
         bad = [~np.isfinite(rows).reshape(len(rows), -1) for rows, _ in self.pieces_of(tap)]
         counts = np.concatenate([each.sum(axis=1) for each in bad])
@@ -349,7 +366,7 @@ class StepSettings:
         default_factory=dict[str, SparseEncoder], hash=False
     )  # of taps that are stored as latents
     spliced: tuple[Tap, ...] = ()
-    pool: str | None = None  # "mean" or "max", if the values of spans are reduced
+    pool: str | None = None  # how, if the values of spans are reduced: `core.pool.reduces`
 
     @property
     def gathers(self) -> bool:
@@ -417,7 +434,8 @@ class StepSettings:
         with self._precision():
             if self.pool:
                 late = Pooling(self.pool, inputs.slots, inputs.sizes.shape[1])
-                return form.parts(values, extras, late if self.encoders else None), {}
+                pooling = None if self._pooled_in_decoder else late
+                return form.parts(values, extras, pooling, inputs.labels, gathers=self.gathers)
             kept = inputs.counts, inputs.columns
             return form.rows(values, extras, kept, inputs.tokens.shape[1], part)
 
@@ -447,16 +465,16 @@ class StepSettings:
 
         Quantized values and latents are made from computed values, after the last block.
         """
-        late = self.store_dtype in QUANTIZED or self.encoders
+        late = self.store_dtype in QUANTIZED or self.encoders or self.pool == COVARIANCE
         return self.computed if late else self.store_dtype
 
     @property
     def _pooled_in_decoder(self) -> str | None:
         """How the decoder pools values; latents are pooled after it, and all other taps with them.
 
-        (Taps of a step are carried in one form.)
+        (Taps of a step are carried in one form.) So are covariances, which need each token again.
         """
-        return None if self.encoders else self.pool
+        return None if self.encoders or self.pool == COVARIANCE else self.pool
 
     def _precision(self) -> Any:
         # float32 means float32: on accelerators the default would be a faster, coarser product.

@@ -4,7 +4,7 @@ All of it is computed on the device, so that fewer bytes leave it.
 """
 
 # Strict, but for values that jax's own types leave unknown.
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import math
 from collections.abc import Callable, Mapping
@@ -22,13 +22,15 @@ from spile.core.recipe import latent_names
 from spile.dataset.codec.quantization import FLOAT8, FLOAT8_MAX, INT8_MAX, QUANTIZED
 from spile.dataset.format import scale_name
 from spile.models.files.sae import Arrays, SparseEncoder
-from spile.models.forward.pooling import Pooling
+from spile.models.forward.pooling import Pooling, products_by_label
 from spile.models.forward.sharding import P, Shards
 from spile.models.forward.sparse_latents import top_latents
 from spile.models.layout import AXES
 from spile.models.taps import Tap
 
-Reduced = dict[str, Array]  # sums by name, for each part of a run (and each channel): `_reduce`
+# Sums by name: for each part of a run (and each channel), as `_reduce` returns them, or `PRODUCTS`.
+Reduced = dict[str, Array]
+PRODUCTS = "products"  # of the deviations of each label's tokens: [devices, labels, width, width]
 
 
 @jax.tree_util.register_dataclass
@@ -54,19 +56,29 @@ class StoredForm:
     shards: Shards | None
 
     def parts(
-        self, values: Mapping[str, Array], extras: Extras, pooling: Pooling | None
-    ) -> dict[str, Array]:
+        self,
+        values: Mapping[str, Array],
+        extras: Extras,
+        pooling: Pooling | None,
+        labels: Array | None = None,
+        *,
+        gathers: bool = False,
+    ) -> tuple[dict[str, Array], dict[str, Reduced]]:
         """Return the parts of pooled rows by stored name, which the host merges.
 
-        Those of an encoded tap are of all its latents; the host chooses the largest.
+        Those of an encoded tap are of all its latents; the host chooses the largest. With labels,
+        each tap also has the products of their tokens' deviations, by device.
 
         Args:
             values: of each tap, as the decoder returns them.
             pooling: if the decoder has not pooled them.
+            labels: the slot of each label in a row, if covariances are summed.
+            gathers: whether every device gets the products of all.
         """
         if pooling is None:
-            return dict(values)
+            return dict(values), {}
         parts: dict[str, Array] = {}
+        products: dict[str, Reduced] = {}
         for name, found in values.items():
             by_row = found.reshape(*pooling.slots.shape, *found.shape[1:])
             by_row = self.shards.rows(by_row) if self.shards else by_row
@@ -77,9 +89,32 @@ class StoredForm:
                 pooled = pooling.each_slots_latents(by_row, arrays, encoder)
             else:
                 pooled = pooling.each_slot(by_row)
+            if labels is not None:
+                found = self._products(by_row, pooled, pooling, labels, gathers=gathers)
+                products[stored] = {PRODUCTS: found}
             flat = pooled.reshape(-1, *pooled.shape[2:])
             parts[stored] = self.shards.runs(flat) if self.shards else flat
-        return parts
+        return parts, products
+
+    def _products(
+        self, values: Array, sums: Array, pooling: Pooling, labels: Array, *, gathers: bool
+    ) -> Float[Array, "devices labels width width"]:
+        """Return the products of deviations; each device has those of its own run of tokens."""
+        wide = values.reshape(*values.shape[:2], math.prod(values.shape[2:]))
+        total = sums.reshape(*sums.shape[:2], wide.shape[-1])
+        apart, label = pooling.deviations(wide, total, labels)
+        tokens, numbers = apart.reshape(-1, apart.shape[-1]), label.reshape(-1)
+        own = partial(products_by_label, count=labels.shape[1])
+        if self.shards is None:
+            return own(tokens, numbers)
+
+        def everywhere(tokens: Array, numbers: Array) -> Array:
+            summed: Array = jax.lax.psum(own(tokens, numbers), AXES)
+            return summed
+
+        each, out = (everywhere, P()) if gathers else (own, P(AXES))
+        found: Array = self.shards.each(each, [P(AXES)] * 2, out)(tokens, numbers)
+        return found
 
     def rows(
         self,
