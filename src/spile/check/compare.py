@@ -26,7 +26,12 @@ from spile.check.comparable import comparable, named_in
 from spile.check.latent_rows import RowLatents, SparseTap
 from spile.check.load import References, Taps, load_references, versions
 from spile.check.matching import match
-from spile.check.sampled import SampledRows, ingested_documents, sampled_rows
+from spile.check.sampled import (
+    SampledRows,
+    ingested_documents,
+    sampled_rows,
+    sampled_units,
+)
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError, StoreError
 from spile.core.libraries import import_library
@@ -173,11 +178,6 @@ def check(out: str, *, samples: int = 4, recipe: Recipe | None = None) -> CheckR
             f"{out}: a function of your own changes its values, and check runs only the built-in "
             "changes of --splice"
         )
-    if is_reduced(stored.recipe.pool):
-        raise ConfigError(
-            f"{out}: holds sums over whole units, which check does not recompute; extract a few "
-            "documents with --pool mean in place of --reduce, and check those"
-        )
     references = dict[str, References]()
     found: list[CheckReport] = []
     for each in (ledger, *(found.ledger for found in live_passes(ledger))):
@@ -214,7 +214,11 @@ def _check_taps(
     with warnings.catch_warnings():
         # On a processor without fast bfloat16, torch warns with a page of stack frames.
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")
-        for document, tokens, packed in _sampled(dataset, job, samples):
+        reduced = is_reduced(job.recipe.pool)
+        for rows, sampled, count in sampled_units(dataset, job, samples) if reduced else ():
+            compared.add_rows(rows, sampled)
+            documents += count
+        for document, tokens, packed in () if reduced else _sampled(dataset, job, samples):
             if documents >= samples and compared.enough:
                 break
             compared.add(document, tokens, packed)
@@ -325,8 +329,12 @@ class _Comparison:
             )
         self._samples = [*self._samples, (document, tokens)][:_MATCHED]
         for sampled in sampled_rows(document, tokens, packed, recipe.pool, recipe.seq_len):
-            self.rows += self._add_rows(document, sampled)
-            self.tokens += sum(map(len, sampled.contexts))
+            self.add_rows(document, sampled)
+
+    def add_rows(self, document: Document, sampled: SampledRows) -> None:
+        """Compare some rows of a document, or the sums of a unit."""
+        self.rows += self._add_rows(document, sampled)
+        self.tokens += sum(map(len, sampled.contexts))
 
     def _add_rows(self, document: Document, sampled: SampledRows) -> int:
         """Compare some rows of a document; return how many have only one correct value."""
@@ -353,7 +361,10 @@ class _Comparison:
 
         def of_tap(tap: str, values: Any, tokens: np.ndarray | None = None) -> np.ndarray:
             tokens = np.arange(len(values)) if tokens is None else tokens
-            return comparable(tap, values, tokens, exact)
+            if not sampled.spreads:
+                return comparable(tap, values, tokens, exact)
+            truth = self._rows_of(tap, sampled)(exact[tap])[tokens]
+            return sampled.balanced(values, truth, math.prod(exact[tap].shape[1:]))
 
         for tap in wanted:
             beside, name, sparse = neighbours[tap], self._name(tap), self._sparse.get(tap)

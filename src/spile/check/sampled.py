@@ -1,21 +1,27 @@
-"""What `spile check` recomputes of a document: contexts, and the tokens of each of their rows."""
+"""What `spile check` recomputes: contexts of documents, and the tokens of each of their rows.
 
-from collections.abc import Collection, Iterator, Sequence
+Sums by label are over whole units, so it recomputes some small units whole.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 
 from spile.check.load import Taps
-from spile.core.errors import StoreError
-from spile.core.pool import reduces
+from spile.core.errors import ConfigError, StoreError
+from spile.core.pool import COVARIANCE, MOMENTS, reduces
 from spile.corpus.pack import PackedUnit
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.document import Document
+from spile.plan.job import ExtractionJob, prepare_unit
 
 _CONTEXTS_PER_DOCUMENT = 2
 _BEGINNING = 2048  # tokens of an ingested document that are recomputed, which is one context
 _ROWS_OF_DOCUMENT = 8  # pooled rows that are recomputed of each
+_MOST_TOKENS = 1 << 16  # of the units whose sums are recomputed; all of their values are held
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,7 @@ class SampledRows:
         rows: the document's rows that are compared.
         places: of each of them, the token among those of all contexts.
         members: if values were pooled, the tokens of each row instead.
-        by: "mean" or "max"; None if values were not pooled.
+        by: how: `core.pool.reduces`; None if values were not pooled.
     """
 
     contexts: Sequence[np.ndarray]
@@ -72,6 +78,36 @@ class SampledRows:
         ]
         return cls(contexts, np.arange(len(chosen)), np.arange(len(chosen)), members, by)
 
+    @classmethod
+    def of_labels(
+        cls, rows: Document, tokens: Mapping[int, np.ndarray], packed: PackedUnit, by: str, seq: int
+    ) -> Self:
+        """Return the sums of a unit, and the contexts that hold tokens with labels.
+
+        Args:
+            rows: those of the unit.
+            tokens: of each document of the unit.
+            packed: the unit, packed again.
+            seq: the tokens of a context.
+
+        Raises:
+            StoreError: if its labels are not those of the index.
+        """
+        spans = packed.pooled
+        assert spans is not None
+        if not np.array_equal(spans.index, rows.index):
+            raise StoreError(
+                f"document {rows.doc}: the labels of its unit differ from the corpus's"
+            )
+        offsets = spans.entries["offset"].astype(np.int64)
+        cuts = np.stack([spans.entries["doc"], offsets // seq], axis=1)
+        read, which = np.unique(cuts, axis=0, return_inverse=True)
+        contexts = [tokens[doc][at * seq : (at + 1) * seq] for doc, at in read.tolist()]
+        before = np.cumsum([0, *map(len, contexts)])
+        places = before[which.reshape(-1)] + offsets % seq
+        members = [np.sort(places[spans.rows == row]) for row in range(len(rows.index))]
+        return cls(contexts, np.arange(len(members)), np.arange(len(members)), members, by)
+
     @property
     def count(self) -> int:
         """The number of rows that the contexts make: of tokens, or of spans."""
@@ -96,14 +132,88 @@ class SampledRows:
         """Return the rows that tokens' values make, in float64 if they are pooled."""
         if self.by is None:
             return values
-        reduce = np.mean if self.by == "mean" else np.max
-        return np.stack([reduce(values[each].astype(np.float64), axis=0) for each in self.members])
+        return np.stack([self._row(values[each].astype(np.float64)) for each in self.members])
+
+    def _row(self, values: np.ndarray) -> np.ndarray:
+        """Pool the values of one span."""
+        if self.by == "max":
+            return values.max(axis=0)
+        mean = values.mean(axis=0)
+        if self.by == MOMENTS:
+            return np.stack([mean, values.var(axis=0)], axis=-1)
+        if self.by != COVARIANCE:
+            return mean
+        apart = (values - mean).reshape(len(values), -1)
+        covariance = apart.T @ apart / len(values)
+        return np.concatenate([mean.reshape(-1), covariance[np.triu_indices(apart.shape[1])]])
+
+    @property
+    def spreads(self) -> bool:
+        """Whether rows hold variances beside means."""
+        return self.by in (MOMENTS, COVARIANCE)
+
+    def balanced(self, rows: np.ndarray, truth: np.ndarray, channels: int) -> np.ndarray:
+        """Return rows in which variances weigh as means do, being in the unit of a mean.
+
+        Args:
+            truth: the exact rows, whose variances set the scale.
+            channels: of a mean.
+        """
+        parts: list[tuple[np.ndarray, np.ndarray]] = []
+        for each in (rows, truth):
+            flat = each.reshape(len(each), -1)
+            if self.by == MOMENTS:
+                flat = np.concatenate([flat[:, ::2], flat[:, 1::2]], axis=1)
+            parts.append((flat[:, :channels], flat[:, channels:]))
+        scale = np.sqrt(np.linalg.norm(parts[1][1], axis=1, keepdims=True))
+        return np.concatenate([parts[0][0], parts[0][1] / np.where(scale > 0, scale, 1)], axis=1)
 
     def another(self, values: np.ndarray) -> np.ndarray:
         """Return rows that are surely wrong: those of the token before, or of the first alone."""
         if self.by is None:
             return np.roll(values, 1, axis=0)
-        return np.stack([values[each[0]] for each in self.members])
+        return np.stack([self._row(values[each[:1]].astype(np.float64)) for each in self.members])
+
+
+def sampled_units(
+    dataset: Dataset, job: ExtractionJob, samples: int
+) -> Iterator[tuple[Document, SampledRows, int]]:
+    """Yield the sums of the smallest units, what they are of, and how many documents that is.
+
+    Raises:
+        ConfigError: if no unit is small enough, or each was joined from several.
+    """
+    by, units = reduces(job.recipe.pool), job.units
+    assert by
+    whole = [unit for unit in dataset.units if len(units[unit].packed) <= 1]
+    whole.sort(key=lambda unit: (units[unit].tokens, unit))
+    if dataset.units and not whole:
+        raise ConfigError(
+            f"{dataset.url}: its units were joined, so that their sums cannot be recomputed; check "
+            "the dataset that it was made from"
+        )
+    left = _MOST_TOKENS
+    with closing(job.reader()) as reader:
+        for number, unit in enumerate(whole[:samples]):
+            prepared = prepare_unit(job, reader, units[unit], with_table=False)
+            left -= prepared.packed.num_tokens
+            if left < 0 and number:
+                return
+            if left < 0:
+                raise ConfigError(
+                    f"{dataset.url}: holds sums over whole units, and the smallest has "
+                    f"{prepared.packed.num_tokens:,} tokens; check recomputes at most "
+                    f"{_MOST_TOKENS:,}: extract a few documents with --unit-tokens "
+                    f"{_MOST_TOKENS // 2}, or with --pool mean and without --reduce, and check "
+                    "those"
+                )
+            first, last = dataset.rows_of_unit(unit) or (0, 0)
+            if last == first:
+                continue
+            rows = Document(dataset.index(first, last), dataset, np.arange(first, last))
+            tokens, packed = prepared.tokens, prepared.packed
+            sampled = SampledRows.of_labels(rows, tokens, packed, by, job.recipe.seq_len)
+            yield rows, sampled, packed.num_docs
 
 
 def ingested_documents(
