@@ -5,13 +5,15 @@ Both save with safetensors' own `save_file`; the eight-bit form is computed here
 """
 
 import fcntl
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import spile
 from interop.ingest.conftest import Answers, Same
@@ -72,6 +74,37 @@ def test_float8_comes_back_with_its_scales(answers: Answers, tmp_path: Path, sha
         wanted = (coded.float() * scales).numpy()
         for layer, tap in enumerate(made.taps):
             assert ds.document(number).read(tap).tobytes() == wanted[:, layer].tobytes()
+
+
+WRITES = """
+import sys
+import torch
+from hs_connectors.fp8_utils import SCALES_KEY, quantize_tensor_to_fp8
+from safetensors.torch import load_file, save_file
+for path in sys.argv[1:]:
+    tensors = load_file(path)
+    coded, scales = quantize_tensor_to_fp8(tensors["hidden_states"])
+    save_file({**tensors, "hidden_states": coded, SCALES_KEY: scales}, path)
+"""
+
+
+def test_what_speculators_own_code_quantised_comes_back(answers: Answers, tmp_path: Path) -> None:
+    python = os.environ.get("SPILE_SPECULATORS_PYTHON")
+    if not python:
+        pytest.skip("SPILE_SPECULATORS_PYTHON does not name an interpreter that has speculators")
+    files = sorted(written(tmp_path / "hs", answers, 1, 3).iterdir())
+    subprocess.run(
+        [python, "-c", WRITES, *map(str, files)], check=True, env={**os.environ, "PYTHONPATH": ""}
+    )
+    made = taken(tmp_path / "hs", tmp_path / "out", answers)
+    assert (made.dtype, made.refused) == ("float8_e4m3", {})
+    ds = spile.open(str(tmp_path / "out"))
+    for number, path in enumerate(files):
+        tensors = load_file(path)
+        wide = tensors["hidden_states"].float() * tensors["hidden_states_scales"]
+        for layer, tap in enumerate(made.taps):
+            stored = ds.document(number).read(tap)
+            assert stored.tobytes() == wide[:, layer].contiguous().numpy().tobytes()
 
 
 def test_float8_without_scales_that_fit_is_refused(answers: Answers, tmp_path: Path) -> None:

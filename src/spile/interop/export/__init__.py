@@ -24,6 +24,7 @@ from spile.dataset.read.opening import open_dataset
 from spile.dataset.records.chosen_taps import choose_taps
 from spile.interop.export import (
     activault,
+    deepspec,
     delphi,
     legacy,
     npy,
@@ -31,6 +32,8 @@ from spile.interop.export import (
     parquet,
     saelens,
     saev,
+    specforge,
+    speculators,
     zarr,
 )
 from spile.interop.export.export_format import ExportFormat, require
@@ -48,6 +51,9 @@ FORMATS: dict[str, ExportFormat] = {
         openmoss.OPENMOSS,
         saev.SAEV,
         delphi.DELPHI,
+        speculators.SPECULATORS,
+        specforge.SPECFORGE,
+        deepspec.DEEPSPEC,
         legacy.LEGACY,
     )
 }

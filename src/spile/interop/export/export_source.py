@@ -107,6 +107,7 @@ def choose_dtypes(
         stored = dataset.dtype(tap, STORED)
         if stored.kind == "i":  # (float32 holds them exactly)
             return stored if integers else DTYPES_BY_NAME["float32"]
-        return DTYPES_BY_NAME[wanted or (stored.name if stored.name in allowed else "float32")]
+        other = "float32" if "float32" in allowed else allowed[0]
+        return DTYPES_BY_NAME[wanted or (stored.name if stored.name in allowed else other)]
 
     return {tap: chosen(tap) for tap in taps}
