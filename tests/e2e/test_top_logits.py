@@ -87,6 +87,8 @@ def test_how_many_belongs_to_the_recipe_and_to_a_pass(
     with pytest.raises(ConfigError, match="add top_logits to --taps"):
         spile.extract(Recipe(add_taps="entropy", top_logits=5), str(tmp_path / "plain"))
     spile.extract(Recipe(add_taps="top_logits", top_logits=5), str(tmp_path / "plain"))
+    again = spile.extract(Recipe(add_taps="top_logits"), str(tmp_path / "plain"))
+    assert again.complete, "options that are not given are the pass's own"
     ds, whole = spile.open(str(tmp_path / "plain")), spile.open(str(out))
     assert ds.shape("top_logprobs") == (5,)
     found, wanted = (each.document(3)["top_token_ids"] for each in (ds, whole))

@@ -45,6 +45,11 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
     asked = pinned_recipe(completed_recipe(added, stored))
     assert asked.model and asked.taps
     checkpoint = open_checkpoint(asked.model, asked.lora)
+    names = tuple(tap.name for tap in parse_taps(asked.taps, checkpoint.arch))
+    for _, begun in readable_passes(dataset, table):
+        if begun.recipe.taps == names:  # as when a dataset has grown since: its own options hold
+            asked = pinned_recipe(completed_recipe(added, begun.recipe))
+    assert asked.model and asked.taps
     if recipe.taps is not None:
         own = tuple(tap.name for tap in parse_taps(recipe.taps, checkpoint.arch))
         if own != table.recipe.taps:
