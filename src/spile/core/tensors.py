@@ -61,6 +61,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     start: int
     stop: int
+    strides: tuple[int, ...] | None = None  # in bytes, unless the values are in C order
 
 
 def build_header(
@@ -172,7 +173,7 @@ def map_tensor(file: Path | int, info: TensorInfo) -> np.ndarray:
         return np.empty(info.shape, info.dtype)
     skipped = info.start % mmap.ALLOCATIONGRANULARITY
     mapped = _map(file, info.start - skipped, info.stop)
-    return np.ndarray(info.shape, info.dtype, mapped, skipped)
+    return np.ndarray(info.shape, info.dtype, mapped, skipped, info.strides)
 
 
 def map_tensors(path: Path, infos: Mapping[str, TensorInfo]) -> dict[str, np.ndarray]:

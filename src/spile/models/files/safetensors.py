@@ -46,7 +46,7 @@ def read_tensor(
     """
     if isinstance(file, OpenedFile):
         return map_tensor(file.fileno(), info)
-    tensor = np.empty(info.shape, info.dtype)  # uses memory only where it is written
-    start, stop, _ = used.indices(tensor.nbytes)
-    file.read_into(info.start + start, as_bytes(tensor)[start:stop])
-    return tensor
+    raw = np.empty(info.stop - info.start, np.uint8)  # uses memory only where it is written
+    start, stop, _ = used.indices(raw.nbytes)
+    file.read_into(info.start + start, as_bytes(raw)[start:stop])
+    return np.ndarray(info.shape, info.dtype, raw.data, 0, info.strides)
