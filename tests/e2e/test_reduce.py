@@ -143,6 +143,31 @@ def test_covariances_are_numpys_and_whiten_a_direction(
     check_sound(tmp_path / "out")
 
 
+def test_a_covariance_with_another_tap_is_numpys_of_both_side_by_side(
+    recipe: Recipe, tokens: spile.Dataset, tmp_path: Path
+) -> None:
+    ds = made(recipe, tmp_path / "out", taps="embed,resid_post:0", reduce="mean,cov:resid_post.1")
+    assert ds.taps == ["embed", "resid_post.0"] and ds.recipe.pool == "reduce mean,cov:resid_post.1"
+    last = tokens.read("resid_post.1").astype(np.float64)
+    for tap in ds.taps:
+        both, found = np.concatenate([tokens.read(tap), last], axis=1), ds.reduced(tap)
+        assert found.covariances is not None
+        assert_close(found.means, both.mean(axis=0)[None])
+        assert_close(found.covariances, np.cov(both.T, bias=True)[None])
+    checked = check(ds.url, samples=2)
+    assert checked.ok and max(tap.error for tap in checked.taps.values()) < 2e-5
+    check_sound(tmp_path / "out")
+    refused = [
+        ("embed,resid_post:1", "cov:resid_post.1", "leave resid_post.1 out of --taps"),
+        ("embed", "cov:resid_post.7", "layer 7 does not exist"),
+        ("embed", "cov:z.1.h0", "none of"),
+        ("embed", "cov:logits.0", "--reduce"),
+    ]
+    for taps, reduce, why in refused:
+        with pytest.raises(spile.ConfigError, match=why):
+            made(recipe, tmp_path / "no", taps=taps, reduce=reduce)
+
+
 @pytest.mark.parametrize("reduce", some(["mean", "mean,var", "mean,cov"], "mean,var"))
 def test_check_recomputes_whole_units(
     reduce: str, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,14 +5,14 @@ Sums by label are over whole units, so it recomputes some small units whole.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 
 from spile.check.load import Taps
 from spile.core.errors import ConfigError, StoreError
-from spile.core.pool import COVARIANCE, MOMENTS, reduces
+from spile.core.pool import COVARIANCE, JACOBIAN, MOMENTS, beside, reduces
 from spile.corpus.pack import PackedUnit
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.document import Document
@@ -21,6 +21,7 @@ from spile.plan.job import ExtractionJob, prepare_unit
 _CONTEXTS_PER_DOCUMENT = 2
 _BEGINNING = 2048  # tokens of an ingested document that are recomputed, which is one context
 _ROWS_OF_DOCUMENT = 8  # pooled rows that are recomputed of each
+_BY_THEMSELVES = ("router_logits", "logits")  # they show how sure the reference is
 _MOST_TOKENS = 1 << 16  # of the units whose sums are recomputed; all of their values are held
 
 
@@ -34,6 +35,7 @@ class SampledRows:
         places: of each of them, the token among those of all contexts.
         members: if values were pooled, the tokens of each row instead.
         by: how: `core.pool.reduces`; None if values were not pooled.
+        beside: the tap whose values follow those of each other tap, as `--reduce cov:TAP` has it.
     """
 
     contexts: Sequence[np.ndarray]
@@ -41,6 +43,7 @@ class SampledRows:
     places: np.ndarray
     members: Sequence[np.ndarray] = ()
     by: str | None = None
+    beside: str | None = None
 
     @classmethod
     def of_context(cls, offsets: np.ndarray, tokens: np.ndarray, start: int, seq_len: int) -> Self:
@@ -119,14 +122,25 @@ class SampledRows:
             left = self.places < decided
         else:
             left = np.array([int(each.max()) < decided for each in self.members], np.bool_)
-        return SampledRows(self.contexts, self.rows[left], self.places[left], self.members, self.by)
+        return replace(self, rows=self.rows[left], places=self.places[left])
 
     def taps(self, taps: Taps, names: Collection[str], **noise: int) -> dict[str, np.ndarray]:
         """Compute taps of all contexts, one after another, by token."""
-        found = [taps(context, names, **noise) for context in self.contexts]
-        if len(found) == 1:
-            return found[0]
-        return {name: _joined([each[name] for each in found]) for name in found[0]}
+        both = {*names, self.beside} if self.beside else names
+        each = [taps(context, both, **noise) for context in self.contexts]
+        found = each[0]
+        if len(each) > 1:
+            found = {name: _joined([some[name] for some in each]) for name in found}
+        if self.beside is None:
+            return found
+        other = found[self.beside]
+        other = other.reshape(len(other), -1)
+        return {
+            name: values
+            if name in _BY_THEMSELVES
+            else np.concatenate([values.reshape(len(other), -1), other], axis=1)
+            for name, values in found.items()
+        }
 
     def pooled(self, values: np.ndarray) -> np.ndarray:
         """Return the rows that tokens' values make, in float64 if they are pooled."""
@@ -185,6 +199,11 @@ def sampled_units(
     """
     by, units = reduces(job.recipe.pool), job.units
     assert by
+    if by == JACOBIAN:
+        raise ConfigError(
+            f"{dataset.url}: holds Jacobians, which check does not recompute; check rows of the "
+            "same taps instead"
+        )
     whole = [unit for unit in dataset.units if len(units[unit].packed) <= 1]
     whole.sort(key=lambda unit: (units[unit].tokens, unit))
     if dataset.units and not whole:
@@ -213,6 +232,7 @@ def sampled_units(
             rows = Document(dataset.index(first, last), dataset, np.arange(first, last))
             tokens, packed = prepared.tokens, prepared.packed
             sampled = SampledRows.of_labels(rows, tokens, packed, by, job.recipe.seq_len)
+            sampled = replace(sampled, beside=beside(job.recipe.pool))
             yield rows, sampled, packed.num_docs
 
 

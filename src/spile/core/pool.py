@@ -1,5 +1,6 @@
 """`--pool` and `--reduce`: which tokens make one row together, and how."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -12,8 +13,10 @@ DOCUMENT, TURN = "document", "turn"
 SPEAKERS = tuple(role for role in ROLES if role != "template")
 MOMENTS = "moments"  # mean and variance
 COVARIANCE = "covariance"  # mean and covariance
-REDUCED_TO = ("count", "mean", "var", "cov")
-_ASKED = {MOMENTS: "mean,var", COVARIANCE: "mean,cov"}
+JACOBIAN = "jacobian"  # the mean Jacobian of a later tap with respect to each tap
+REDUCED_TO = ("count", "mean", "var", "cov", "cov:TAP")
+_ASKED = {MOMENTS: "mean,var", COVARIANCE: "mean,cov", JACOBIAN: "jacobian"}
+_OF_ANOTHER = re.compile(r"(cov):(\w+\.\d{1,9})")
 ROLE = "role"  # in place of a column: who speaks
 
 
@@ -22,16 +25,19 @@ class Pool:
     """How tokens become a row.
 
     Attributes:
-        by: one of `POOLED_BY`, or `MOMENTS`, or `COVARIANCE`.
+        by: one of `POOLED_BY`, or `MOMENTS`, `COVARIANCE` or `JACOBIAN`.
         over: the tokens of one row: those of a `document`, of a `turn` of a chat, of a role in a
             document, or of a span that the column of this name gives.
         labels: with `--reduce`, a row is of all tokens of a unit with the same values of these
             columns instead; none: of all.
+        beside: the tap whose values stand beside each tap's in a covariance, or of which
+            Jacobians are.
     """
 
     by: str
     over: str = DOCUMENT
     labels: tuple[str, ...] | None = None
+    beside: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -39,7 +45,10 @@ class Pool:
         if text.startswith("reduce "):
             _, asked, *more = text.split(" ", 3)
             columns = _names(more[1], "--by") if more[:1] == ["by"] and len(more) > 1 else ()
-            return cls(_moments_of(asked), labels=columns)
+            by, beside = _moments_of(asked)
+            if by == JACOBIAN and columns:
+                raise ConfigError("--reduce jacobian makes one mean of all prompts: leave out --by")
+            return cls(by, labels=columns, beside=beside)
         by, colon, over = text.partition(":")
         if by not in POOLED_BY or (colon and not over):
             raise ConfigError(
@@ -51,7 +60,8 @@ class Pool:
 
     def __str__(self) -> str:
         if self.labels is not None:
-            return f"reduce {_ASKED.get(self.by, self.by)}" + (
+            of_another = f":{self.beside}" if self.beside else ""
+            return f"reduce {_ASKED.get(self.by, self.by)}{of_another}" + (
                 f" by {','.join(self.labels)}" if self.labels else ""
             )
         return self.by if self.over == DOCUMENT else f"{self.by}:{self.over}"
@@ -66,7 +76,7 @@ class Pool:
     @property
     def sums(self) -> bool:
         """Whether values are computed from those of several tokens, and not chosen."""
-        return self.by in ("mean", "max", MOMENTS, COVARIANCE)
+        return self.by in ("mean", "max", MOMENTS, COVARIANCE, JACOBIAN)
 
     @property
     def column(self) -> str | None:
@@ -94,7 +104,7 @@ def reduced_by(reduce: str | None, by: str | None) -> str:
 
 
 def reduces(pool: str | None) -> str | None:
-    """Return how several tokens' values become one: "mean", "max", `MOMENTS` or `COVARIANCE`."""
+    """Return how several tokens' values become one, as `Pool.by` has it; None: they do not."""
     found = Pool.parse(pool) if pool else None
     return found.by if found and found.sums else None
 
@@ -104,22 +114,34 @@ def is_reduced(pool: str | None) -> bool:
     return pool is not None and Pool.parse(pool).labels is not None
 
 
+def beside(pool: str | None) -> str | None:
+    """Return the tap that `--reduce cov:TAP` or `jacobian:TAP` names."""
+    return Pool.parse(pool).beside if pool else None
+
+
 def label_columns(pool: str | None) -> tuple[str, ...]:
     """Return the columns that hold the labels of `--reduce`."""
     return Pool.parse(pool).label_columns if pool else ()
 
 
-def _moments_of(text: str) -> str:
+def _moments_of(text: str) -> tuple[str, str | None]:
+    """Return what is stored for each label, and the tap that `cov:TAP` or `jacobian:TAP` names."""
     asked = _names(text, "--reduce")
-    unknown = [name for name in asked if name not in REDUCED_TO]
+    named = {match[1]: match[2] for match in map(_OF_ANOTHER.fullmatch, asked) if match}
+    kinds = {name.partition(":")[0] if _OF_ANOTHER.fullmatch(name) else name for name in asked}
+    unknown = kinds - {"count", "mean", "var", "cov", *named}
     if unknown:
         raise ConfigError(
-            f"--reduce {text!r}: {unknown[0]!r} is none of {', '.join(REDUCED_TO)}; join several "
-            "by commas, as in mean,var"
+            f"--reduce {text!r}: {min(unknown)!r} is none of {', '.join(REDUCED_TO)}, where TAP is "
+            "a tap such as resid_post.27; join several by commas, as in mean,var"
         )
-    if "cov" in asked:
-        return COVARIANCE
-    return MOMENTS if "var" in asked else "mean"
+    if JACOBIAN in kinds:
+        if len(asked) > 1:
+            raise ConfigError(f"--reduce {text!r}: a Jacobian is reduced alone; leave out the rest")
+        return JACOBIAN, named[JACOBIAN]
+    if "cov" in kinds:
+        return COVARIANCE, named.get("cov")
+    return MOMENTS if "var" in kinds else "mean", None
 
 
 def _names(text: str, flag: str) -> tuple[str, ...]:

@@ -1,12 +1,13 @@
 """`--encode`: match sparse autoencoders with taps; list the arrays stored for each tap. No jax."""
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError
-from spile.core.pool import COVARIANCE, MOMENTS, is_reduced, reduces
+from spile.core.pool import COVARIANCE, MOMENTS, beside, is_reduced, reduces
 from spile.core.recipe import latent_names
 from spile.dataset.format import TapInfo, covariance_width
 from spile.models.config.arch import Arch
@@ -74,6 +75,7 @@ def stored_taps(
     """
     by = reduces(pool)
     moments = (2,) if by == MOMENTS else ()
+    other = Tap.from_name(name) if (name := beside(pool)) else None
     infos: dict[str, TapInfo] = {}
     for tap in taps:
         encoder = encoders.get(tap.name)
@@ -82,7 +84,9 @@ def stored_taps(
             own = tap.shape(arch, seq_len)
             infos[tap.name] = TapInfo((*own, *moments), dtype, tap.aliases(arch))
             if by == COVARIANCE:
-                shape = (covariance_width(tap.width(arch, seq_len)),)
+                if other:  # both as one row of values
+                    own = (tap.width(arch, seq_len) + other.width(arch, seq_len),)
+                shape = (covariance_width(math.prod(own)),)
                 infos[tap.name] = replace(infos[tap.name], shape=shape, covariance_of=own)
             continue
         values, ids = latent_names(tap.name)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from spile.core.config import STORE_DTYPES, Runtime
 from spile.core.errors import ConfigError
-from spile.core.pool import COVARIANCE, is_reduced, reduces
+from spile.core.pool import COVARIANCE, Pool, is_reduced, reduces
 from spile.core.tensors import DTYPES_BY_NAME, HEADER_ALIGN
 from spile.core.threads import mapped
 from spile.corpus.pack import labels_for, slots_for
@@ -113,7 +113,7 @@ def _planned_residency(job: ExtractionJob, runtime: Runtime, machine: Machine) -
     """Return where a job's blocks are kept, and how many rows pass them at once."""
     platform, cuts = machine.platform, machine.cuts
     largest = int(job.table.units.tokens.max())
-    return choose_residency(
+    found = choose_residency(
         lambda rows: step_of(job, rows, platform, cuts),
         (
             batch_rows(job, runtime, platform, None, cuts),
@@ -124,6 +124,12 @@ def _planned_residency(job: ExtractionJob, runtime: Runtime, machine: Machine) -
         most_rows=-(-largest // job.recipe.seq_len // cuts.layout.groups),
         files=job.checkpoint.files,
     )
+    if found.streams and job.beside:
+        raise ConfigError(
+            f"{Pool.parse(job.recipe.pool or '').flag}: needs the values of two blocks at "
+            "once, and blocks are streamed; leave --weights out, or use more devices"
+        )
+    return found
 
 
 def fits(
@@ -183,6 +189,7 @@ def step_of(job: ExtractionJob, rows: int, platform: str, cuts: Cuts) -> Workloa
         # (A span that begins in a packed row, and one that ends there.)
         slots=slots_for(math.ceil(job.table.kept * recipe.seq_len) + 1),
         labels=labels_for(_labels(job)) if reduces(recipe.pool) == COVARIANCE else 0,
+        other=job.beside,
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from spile.core.errors import ConfigError
 from spile.core.expressions import DocumentFilter, RowFilter
 from spile.core.humanize import size
-from spile.core.pool import Pool, is_reduced
+from spile.core.pool import Pool, beside, is_reduced
 from spile.core.recipe import ResolvedRecipe
 from spile.core.units import Unit
 from spile.corpus.chats.rows import RowReader
@@ -60,9 +60,20 @@ class ExtractionJob:
         return self.table.units
 
     @property
+    def beside(self) -> Tap | None:
+        """The tap that `--reduce cov:TAP` or `jacobian:TAP` names."""
+        name = beside(self.recipe.pool)
+        return None if name is None else Tap.from_name(name)
+
+    @property
+    def computed(self) -> tuple[Tap, ...]:
+        """The taps whose values a step needs: those of the dataset, and one beside them."""
+        return self.taps if self.beside is None else (*self.taps, self.beside)
+
+    @property
     def layers(self) -> int:
         """Blocks that must be loaded and run."""
-        return max(tap.layers_needed(self.checkpoint.arch) for tap in self.taps)
+        return max(tap.layers_needed(self.checkpoint.arch) for tap in self.computed)
 
     @property
     def needs_head(self) -> bool:

@@ -24,7 +24,8 @@ from spile.corpus.units import sampled_files
 from spile.dataset.codec.quantization import QUANTIZED
 from spile.dataset.format import MAX_WIDTH, covariance_width
 from spile.models.config.arch import Arch
-from spile.models.taps import Tap
+from spile.models.sites import BLOCK
+from spile.models.taps import Tap, parse_taps
 
 
 def reducing(recipe: Recipe) -> Recipe:
@@ -73,6 +74,8 @@ def refuse_pool(
         )
     widest = max(taps, key=lambda tap: tap.width(arch, recipe.seq_len))
     channels = widest.width(arch, recipe.seq_len)
+    if pool.beside:
+        channels += _beside(pool, taps, arch).width(arch, recipe.seq_len)
     if pool.by == COVARIANCE and covariance_width(channels) > MAX_WIDTH:
         raise ConfigError(
             f"{asked}: {widest.name} has {channels:,} channels, whose covariance would take "
@@ -80,6 +83,19 @@ def refuse_pool(
         )
     if encoded and pool.labels is not None:
         raise ConfigError(f"{asked}: latents are not reduced by label; leave out --encode")
+
+
+def _beside(pool: Pool, taps: Sequence[Tap], arch: Arch) -> Tap:
+    """Return the tap that `cov:TAP` or `jacobian:TAP` names, if each of the taps can have it."""
+    try:
+        (other,) = parse_taps(pool.beside or "", arch)
+    except ConfigError as error:
+        raise ConfigError(error.message.replace("--taps", pool.flag, 1)) from None
+    if other.name != pool.beside or other.heads or other.kind.stage != BLOCK:
+        raise ConfigError(f"{pool.flag}: write the name of a tap in a block, as in resid_post.27")
+    if other in taps:
+        raise ConfigError(f"{pool.flag}: leave {other.name} out of --taps")
+    return other
 
 
 def spans_of(

@@ -98,10 +98,12 @@ class Workload:
     pool: str | None = None  # how, if the values of spans are reduced: `core.pool.reduces`
     slots: int = 0  # then the places for them in each packed row
     labels: int = 0  # and the labels of a unit, if covariances are summed
+    other: Tap | None = None  # that stands beside each tap in a covariance; or of a Jacobian
 
     @property
     def depth(self) -> int:
-        return max(tap.layers_needed(self.arch) for tap in self.taps)
+        others = () if self.other is None else (self.other,)
+        return max(tap.layers_needed(self.arch) for tap in (*self.taps, *others))
 
     @property
     def head(self) -> bool:
@@ -190,12 +192,14 @@ class Workload:
         A filter does not count as saving space: the row with the most kept tokens sets the width.
         """
         widest = max(tap.width(self.arch, self.seq_len) for tap in self.taps)
-        deviations = 2 * self._own * widest * _PART if self.labels else 0
+        beside = self.other.width(self.arch, self.seq_len) if self.other else 0
+        deviations = 2 * self._own * (widest + beside) * _PART if self.labels else 0
         if self.pool and not self.encoders and not self.labels:  # and one tap's values as computed
             return 2 * self.stored + self._own * widest * self.item
         late = self.store_dtype in QUANTIZED or self.encoders or self.labels
         met = activation_dtype(self.compute_dtype) if late else self.store_dtype
-        held = self._held(sum(self._met_bytes(tap, met) for tap in self.taps))
+        others = () if self.other is None else (self.other,)
+        held = self._held(sum(self._met_bytes(tap, met) for tap in (*self.taps, *others)))
         return self.stored + held + deviations
 
     def tap_bytes(self, tap: Tap) -> int:
@@ -442,7 +446,8 @@ class Workload:
     @property
     def _products(self) -> int:
         """Values of a label's products of deviations, over all taps."""
-        return sum(tap.width(self.arch, self.seq_len) ** 2 for tap in self.taps)
+        beside = self.other.width(self.arch, self.seq_len) if self.other else 0
+        return sum((tap.width(self.arch, self.seq_len) + beside) ** 2 for tap in self.taps)
 
     def _met_bytes(self, tap: Tap, dtype: str) -> int:
         stored = tap.dtype(dtype)

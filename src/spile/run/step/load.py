@@ -204,7 +204,8 @@ class StepLoader:
         changes, digests = load_changes(job.splices, computed, self._shards)
         settings = StepSettings(
             arch=job.checkpoint.arch,
-            taps=job.taps,
+            taps=job.computed,
+            beside=job.beside,
             schedule=self._schedule,
             place=StepDevices(self.device, self._shards),
             compute_dtype=recipe.compute_dtype,
@@ -218,7 +219,8 @@ class StepLoader:
 
     @property
     def _swept(self) -> bool:
-        return self.residency.streams or self.device.platform == "cpu"
+        # (Values of two blocks meet in one program, which a sweep does not have.)
+        return self.residency.streams or (self.device.platform == "cpu" and not self.job.beside)
 
     @cached_property
     def _shards(self) -> Shards | None:
@@ -229,7 +231,7 @@ class StepLoader:
 
     @cached_property
     def _schedule(self) -> LayerSchedule:
-        taps, depth = self.job.taps, self.job.layers
+        taps, depth = self.job.computed, self.job.layers
         whole = needs_whole_block(taps, depth)
         schedule = LayerSchedule.of(self.job.checkpoint.arch, depth, whole=whole)
         return schedule.one_by_one if self._swept else schedule

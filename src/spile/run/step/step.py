@@ -39,7 +39,7 @@ from spile.models.forward.pooling import Pooling
 from spile.models.forward.sharding import PINNED, Shards, local_runs, put
 from spile.models.forward.weights import LayerSchedule, Params, WeightArrays
 from spile.models.taps import Tap
-from spile.run.step.stored import PRODUCTS, Extras, Reduced, StoredForm, packing
+from spile.run.step.stored import PRODUCTS, Extras, Reduced, StoredForm, joined, packing
 
 _log = logging.getLogger("spile.run")
 
@@ -367,6 +367,7 @@ class StepSettings:
     )  # of taps that are stored as latents
     spliced: tuple[Tap, ...] = ()
     pool: str | None = None  # how, if the values of spans are reduced: `core.pool.reduces`
+    beside: Tap | None = None  # one of the taps, whose values stand beside those of each other
 
     @property
     def gathers(self) -> bool:
@@ -435,6 +436,8 @@ class StepSettings:
             if self.pool:
                 late = Pooling(self.pool, inputs.slots, inputs.sizes.shape[1])
                 pooling = None if self._pooled_in_decoder else late
+                if self.beside:
+                    values = joined(values, self.beside.name)
                 return form.parts(values, extras, pooling, inputs.labels, gathers=self.gathers)
             kept = inputs.counts, inputs.columns
             return form.rows(values, extras, kept, inputs.tokens.shape[1], part)

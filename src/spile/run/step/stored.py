@@ -162,6 +162,13 @@ class StoredForm:
         return rows, reduced
 
 
+def joined(values: Mapping[str, Array], beside: str) -> dict[str, Array]:
+    """Return each other tap's values, followed by those of the tap `beside`: [tokens, both]."""
+    flat = {name: found.reshape(len(found), -1) for name, found in values.items()}
+    other = flat.pop(beside)
+    return {name: jnp.concatenate([found, other], axis=1) for name, found in flat.items()}
+
+
 def _encode(shards: Shards | None, encoder: SparseEncoder) -> Any:
     """Return a function that encodes runs of tokens; every device has the whole encoder."""
     function = partial(top_latents, encoder=encoder)
