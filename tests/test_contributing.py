@@ -34,9 +34,11 @@ from spile.launch.job import LaunchJob
 from spile.launch.target import LaunchTarget, TargetFlags, TargetRow
 from spile.models.config import hf_config
 from spile.models.config.family import Family
-from spile.models.files import sae as encoders
+from spile.models.files import encoders
 from spile.models.files.checkpoint import open_checkpoint
-from spile.models.files.sae import EncoderLayout, Sae, load_arrays, open_sae
+from spile.models.files.encoders import EncoderLayout, open_sae
+from spile.models.files.encoders.sae import Sae
+from spile.models.files.encoders.tensors import load_arrays
 from spile.models.forward import decoder
 from spile.models.forward.attention import masked
 from spile.models.forward.weights import LayerSchedule, load_params

@@ -47,6 +47,7 @@ EXEMPT = {
             "state_spaces",
         )
     },
+    "models/files/encoders/settings.py": "models/files/encoders/test_saelens.py",
     "models/forward/mixers/short_convolution.py": "models/forward/mixers/test_state_space.py",
     "models/forward/sharding.py": "mesh/test_sharding.py",
     "objects/hub/datasets_library.py": "corpus/formats/test_datasets_library.py",

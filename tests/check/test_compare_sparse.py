@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from spile.check.compare import RowLatents, SparseTap
-from spile.models.files.sae import SparseEncoder, open_sae
+from spile.models.files.encoders import open_sae
+from spile.models.files.encoders.sae import SparseEncoder
 from support import saes
 
 

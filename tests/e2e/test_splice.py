@@ -13,7 +13,8 @@ import spile
 from spile.check.compare import check
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError, DriftError, InputError
-from spile.models.files.sae import load_arrays, open_sae
+from spile.models.files.encoders import open_sae
+from spile.models.files.encoders.tensors import load_arrays
 from support import saes, tiny
 from support.marks import some
 from support.stored import unit_files

@@ -16,7 +16,10 @@ import pytest
 
 import spile
 from spile.core.tensors import map_tensor, read_header
-from spile.models.files.sae import Sae, activations, load_arrays, open_sae
+from spile.models.files.encoders import open_sae
+from spile.models.files.encoders.arithmetic import activations
+from spile.models.files.encoders.sae import Sae
+from spile.models.files.encoders.tensors import load_arrays
 from support import tiny, zygote
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

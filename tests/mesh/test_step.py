@@ -9,7 +9,9 @@ import pytest
 from spile.core.pool import COVARIANCE
 from spile.dataset.codec.statistics import TapStats
 from spile.models.files.checkpoint import open_checkpoint
-from spile.models.files.sae import SparseEncoder, load_arrays, open_sae
+from spile.models.files.encoders import open_sae
+from spile.models.files.encoders.sae import SparseEncoder
+from spile.models.files.encoders.tensors import load_arrays
 from spile.models.forward.splice import load_changes
 from spile.models.layout import Layout
 from spile.models.taps import parse_taps

@@ -9,7 +9,7 @@ from spile.core.config import Recipe
 from spile.core.errors import ConfigError
 from spile.dataset.format import TapInfo
 from spile.models.files.checkpoint import read_arch
-from spile.models.files.sae import SparseEncoder
+from spile.models.files.encoders.sae import SparseEncoder
 from spile.models.taps import parse_taps
 from spile.plan.encoders import each_source, find_encoders, stored_taps
 from support import saes, tiny

@@ -47,10 +47,10 @@ from spile.dataset.read.latents import top_rows
 from spile.dataset.read.opening import open_dataset
 from spile.models.config.hf_config import read_config
 from spile.models.files.checkpoint import open_checkpoint
+from spile.models.files.encoders import open_sae
+from spile.models.files.encoders.tensors import load_arrays
 from spile.models.files.gguf import convert
 from spile.models.files.lora import read_adapter
-from spile.models.files.sae import identity as sae_identity
-from spile.models.files.sae import load_arrays, open_sae
 from spile.models.taps import parse_taps
 from spile.objects import LocalObjects, MemoryObjects
 from spile.objects.hub.splits import find_splits
@@ -355,7 +355,7 @@ def _sae_file(name: str) -> Parser:
     def use(data: bytes, folder: Path) -> None:
         _written(data, written(folder / "sae") / name)
         sae = open_sae(str(folder / "sae"))
-        sae_identity(sae)
+        sae.identity()
         arrays, _ = load_arrays(sae)
         assert sum(array.nbytes for array in arrays.values()) < 1 << 28
 

@@ -18,7 +18,7 @@ from spile.dataset import format as fmt
 from spile.dataset.codec.compression import PlaneReader
 from spile.dataset.maintain.verify import verify
 from spile.dataset.records.unit_table import UnitColumns
-from spile.models.files.sae import open_sae
+from spile.models.files.encoders import open_sae
 from spile.objects import LocalObjects
 from support import saes, stored
 

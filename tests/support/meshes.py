@@ -13,7 +13,7 @@ from spile.core.tensors import DTYPES_BY_NAME
 from spile.corpus.pack import Batch
 from spile.models.config.specs import array_axes, axis_sizes
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
-from spile.models.files.sae import SparseEncoder
+from spile.models.files.encoders.sae import SparseEncoder
 from spile.models.forward.decoder import needs_whole_block
 from spile.models.forward.sharding import Shards, make_mesh
 from spile.models.forward.weights import LayerSchedule, load_params

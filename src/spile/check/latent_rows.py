@@ -9,7 +9,9 @@ from spile.core.recipe import latent_names
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.document import Document
 from spile.dataset.read.dtypes import STORED
-from spile.models.files.sae import Arrays, SparseEncoder, activations, latents_of, load_arrays
+from spile.models.files.encoders.arithmetic import activations, latents_of
+from spile.models.files.encoders.sae import Arrays, SparseEncoder
+from spile.models.files.encoders.tensors import load_arrays
 from spile.models.splices import kth_largest
 
 _ROWS = 64  # rows for which all latents are held at once

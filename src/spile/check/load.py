@@ -13,7 +13,7 @@ import numpy as np
 from spile.core.config import activation_dtype
 from spile.core.libraries import import_library
 from spile.core.system import available_memory
-from spile.models.files.sae import Arrays
+from spile.models.files.encoders.sae import Arrays
 from spile.models.splices import Splice
 from spile.objects.paths import local_copy
 from spile.plan.job import ExtractionJob

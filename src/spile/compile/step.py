@@ -33,7 +33,8 @@ from spile.models.config.specs import (
     array_axes,
     axis_sizes,
 )
-from spile.models.files.sae import SparseEncoder, load_arrays
+from spile.models.files.encoders.sae import SparseEncoder
+from spile.models.files.encoders.tensors import load_arrays
 from spile.models.forward.decoder import needs_whole_block
 from spile.models.forward.ops import gpu_capability
 from spile.models.forward.sharding import Shards, make_mesh

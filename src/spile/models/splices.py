@@ -12,7 +12,9 @@ import numpy as np
 import xxhash
 
 from spile.core.tensors import as_bytes
-from spile.models.files.sae import Arrays, Sae, load_arrays, reconstruction
+from spile.models.files.encoders.arithmetic import reconstruction
+from spile.models.files.encoders.sae import Arrays, Sae
+from spile.models.files.encoders.tensors import load_arrays
 from spile.models.taps import Tap
 
 # The built-in changes, and what follows `=`.

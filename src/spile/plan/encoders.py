@@ -11,7 +11,8 @@ from spile.core.pool import COVARIANCE, MOMENTS, beside, is_reduced, reduces
 from spile.core.recipe import latent_names
 from spile.dataset.format import TapInfo, covariance_width
 from spile.models.config.arch import Arch
-from spile.models.files.sae import Sae, SparseEncoder, is_sae, open_sae
+from spile.models.files.encoders import is_sae, open_sae
+from spile.models.files.encoders.sae import Sae, SparseEncoder
 from spile.models.taps import Tap
 from spile.objects.paths import path_of
 

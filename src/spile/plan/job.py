@@ -29,7 +29,7 @@ from spile.dataset.codec.documents import encode_documents
 from spile.dataset.records.table import Table
 from spile.dataset.records.unit_table import UnitColumns
 from spile.models.files.checkpoint import Checkpoint
-from spile.models.files.sae import SparseEncoder
+from spile.models.files.encoders.sae import SparseEncoder
 from spile.models.sites import AFTER_BLOCKS
 from spile.models.splices import Splice
 from spile.models.taps import Tap

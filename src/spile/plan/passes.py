@@ -12,7 +12,6 @@ from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import Pass, pass_name, readable_passes, recipe_of_pass
 from spile.dataset.records.table import Table
 from spile.models.files.checkpoint import open_checkpoint
-from spile.models.files.sae import identity
 from spile.models.taps import parse_taps, tops_of
 from spile.plan.encoders import each_source, find_encoders, stored_taps
 from spile.plan.resolve import completed_recipe, pinned_recipe, refuse_ingested
@@ -65,7 +64,7 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
         lora_source=lasting(asked.lora) if asked.lora else None,
         encode_source=each_source(asked.encode, lasting) if asked.encode else None,
         taps=tuple(tap.name for tap in taps),
-        encode={tap: identity(encoder.sae) for tap, encoder in encoders.items()},
+        encode={tap: encoder.sae.identity() for tap, encoder in encoders.items()},
         latents=asked.latents,
         **(dict.fromkeys(TOPS) | tops_of(taps, checkpoint.arch, table.recipe.seq_len)),
         compute_dtype=asked.compute_dtype or table.recipe.compute_dtype,

@@ -47,7 +47,7 @@ from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.table import Table, read_tokenizer
 from spile.dataset.records.unit_table import UnitColumns
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
-from spile.models.files.sae import SparseEncoder, identity
+from spile.models.files.encoders.sae import SparseEncoder
 from spile.models.taps import Tap, tops_of
 from spile.objects import exists, open_objects
 from spile.objects.hub.names import continued, newest, pinned
@@ -426,7 +426,7 @@ def _settled(
         model=checkpoint.identity(),
         corpus=corpus,
         taps=tuple(tap.name for tap in taps),
-        encode={tap: identity(encoder.sae) for tap, encoder in encoders.items()},
+        encode={tap: encoder.sae.identity() for tap, encoder in encoders.items()},
         where=rows.where,
         every=rows.every,
         pool=recipe.pool and str(Pool.parse(recipe.pool)),

@@ -23,7 +23,7 @@ from spile.models.config.specs import (
     in_float32,
     outer_specs,
 )
-from spile.models.files.sae import AT_ONCE, SparseEncoder
+from spile.models.files.encoders.sae import AT_ONCE, SparseEncoder
 from spile.models.layout import Cuts
 from spile.models.sites import AFTER_BLOCKS, ALL_MIXERS
 from spile.models.splices import Splice

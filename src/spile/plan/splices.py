@@ -25,7 +25,7 @@ from spile.core.npy import read_npy_header
 from spile.corpus.programs.program import guarded, load_file
 from spile.dataset.read.opening import open_dataset
 from spile.models.config.arch import Arch
-from spile.models.files.sae import identity, open_sae
+from spile.models.files.encoders import open_sae
 from spile.models.sites import SPLICED
 from spile.models.splices import FUNCTION, KINDS, Splice, digest, orthonormal
 from spile.models.taps import Tap, computed_as, parse_taps, place_of
@@ -169,7 +169,7 @@ def _reconstructed(item: str, tap: Tap, whole: Tap, where: str, arch: Arch) -> S
     if tap.heads:
         raise ConfigError(f"--splice {item}: an autoencoder reads all heads together")
     refuse_unfit(f"--splice {item}", sae, tap, arch)
-    told = f"{SAE} {tap.name} {identity(sae)}"
+    told = f"{SAE} {tap.name} {sae.identity()}"
     return Splice(kind=SAE, tap=whole, identity=told, sae=sae)
 
 

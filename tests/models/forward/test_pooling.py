@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from spile.core.pool import COVARIANCE, MOMENTS
-from spile.models.files.sae import SparseEncoder, load_arrays, open_sae
+from spile.models.files.encoders import open_sae
+from spile.models.files.encoders.sae import SparseEncoder
+from spile.models.files.encoders.tensors import load_arrays
 from spile.models.forward import pooling
 from spile.models.forward.pooling import Pooling, products_by_label
 from support import saes

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spile.models.files.sae import SparseEncoder, load_arrays, open_sae
+from spile.models.files.encoders import open_sae
+from spile.models.files.encoders.sae import SparseEncoder
+from spile.models.files.encoders.tensors import load_arrays
 from spile.models.forward import sparse_latents as latents
 from spile.models.forward.sparse_latents import device_arrays, top_latents
 from support import saes

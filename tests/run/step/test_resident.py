@@ -17,7 +17,9 @@ from spile.corpus.pack import Batch
 from spile.dataset.codec.quantization import decode
 from spile.dataset.codec.statistics import TapStats
 from spile.models.files.checkpoint import open_checkpoint
-from spile.models.files.sae import SparseEncoder, load_arrays, open_sae
+from spile.models.files.encoders import open_sae
+from spile.models.files.encoders.sae import SparseEncoder
+from spile.models.files.encoders.tensors import load_arrays
 from spile.models.forward.weights import LayerSchedule, Params, load_params
 from spile.run.step.resident import ResidentStep
 from spile.run.step.step import StepOutput

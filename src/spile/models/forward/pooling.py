@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spile.core.pool import MOMENTS
-from spile.models.files.sae import AT_ONCE, Arrays, SparseEncoder, latents_of
+from spile.models.files.encoders.arithmetic import latents_of
+from spile.models.files.encoders.sae import AT_ONCE, Arrays, SparseEncoder
 from spile.models.forward.splice import kth_largest
 
 _BLOCK = 512  # tokens of one label that are multiplied at a time

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from spile.models.files.sae import AT_ONCE, Arrays, SparseEncoder, activations
+from spile.models.files.encoders.arithmetic import activations
+from spile.models.files.encoders.sae import AT_ONCE, Arrays, SparseEncoder
 
 
 class TopLatents(NamedTuple):

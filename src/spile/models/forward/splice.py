@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool
 
 from spile.core.errors import ConfigError, InputError, SpileError
 from spile.core.tensors import as_bytes
-from spile.models.files.sae import AT_ONCE, Arrays, Sae
+from spile.models.files.encoders.sae import AT_ONCE, Arrays, Sae
 from spile.models.forward.sharding import P, Shards
 from spile.models.forward.weights import LayerSchedule
 from spile.models.layout import ROWS

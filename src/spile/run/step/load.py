@@ -26,7 +26,7 @@ from spile.corpus.pack import Batch, PackedUnit
 from spile.dataset.codec.quantization import DECODED, INT8_MAX
 from spile.dataset.format import SCALE_DTYPE
 from spile.models.config.specs import array_axes
-from spile.models.files.sae import load_arrays
+from spile.models.files.encoders.tensors import load_arrays
 from spile.models.forward.decoder import needs_whole_block
 from spile.models.forward.sharding import Shards, make_mesh
 from spile.models.forward.sparse_latents import device_arrays

@@ -31,7 +31,7 @@ from spile.dataset.codec.quantization import QUANTIZED
 from spile.dataset.codec.statistics import TapStats
 from spile.dataset.format import scale_name
 from spile.models.config.arch import Arch, Layer
-from spile.models.files.sae import SparseEncoder
+from spile.models.files.encoders.sae import SparseEncoder
 from spile.models.forward.attention import narrowed
 from spile.models.forward.decoder import AFTER, BEFORE, Beside, Decoder, Inputs
 from spile.models.forward.kernels.attention import chosen_kernels, for_platform

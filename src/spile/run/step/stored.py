@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from spile.core.recipe import latent_names
 from spile.dataset.codec.quantization import FLOAT8, FLOAT8_MAX, INT8_MAX, QUANTIZED
 from spile.dataset.format import scale_name
-from spile.models.files.sae import Arrays, SparseEncoder
+from spile.models.files.encoders.sae import Arrays, SparseEncoder
 from spile.models.forward.pooling import Pooling, products_by_label
 from spile.models.forward.sharding import P, Shards
 from spile.models.forward.sparse_latents import top_latents

@@ -29,7 +29,7 @@ from spile.corpus.pack import Batch
 from spile.dataset.format import scale_name
 from spile.models.config.arch import Layer
 from spile.models.config.specs import head_specs
-from spile.models.files.sae import SparseEncoder
+from spile.models.files.encoders.sae import SparseEncoder
 from spile.models.forward.decoder import (
     BEFORE,
     Beside,

@@ -5,7 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spile.models.files.sae import Sae, SparseEncoder, activations, load_arrays, open_sae
+from spile.models.files.encoders import open_sae
+from spile.models.files.encoders.arithmetic import activations
+from spile.models.files.encoders.sae import Sae
+from spile.models.files.encoders.tensors import load_arrays
 from support import saes
 
 ROWS = np.random.default_rng(1).standard_normal((50, saes.WIDTH)).astype(np.float32)
@@ -53,17 +56,3 @@ def test_what_is_no_number_stays_none(tmp_path: Path, architecture: str) -> None
     rows[1, 5] = np.nan
     found = computed(open_sae(str(saes.write_sae(tmp_path, architecture))), rows)
     assert np.isnan(found[1]).all() and np.isfinite(found[[0, 2]]).all()
-
-
-def test_as_many_are_kept_as_asked_for_or_as_can_be_active(tmp_path: Path) -> None:
-    topk = open_sae(str(saes.write_sae(tmp_path / "topk", "topk")))
-    other = open_sae(str(saes.write_sae(tmp_path / "other")))
-    small = open_sae(str(saes.write_sae(tmp_path / "small", latents=20)))
-    large = open_sae(str(saes.write_sae(tmp_path / "large", latents=40_000, width=2)))
-    assert [SparseEncoder.of(topk, k).kept for k in (None, 4, 30)] == [9, 4, 9]
-    assert [SparseEncoder.of(other, k).kept for k in (None, 4, 100)] == [64, 4, 80]
-    assert SparseEncoder.of(small, None).kept == 20
-    pooled = [SparseEncoder.of(topk, k, pooled=True).kept for k in (None, 30, 100)]
-    assert pooled == [9, 30, topk.latents], "tokens of one span have different latents active"
-    assert SparseEncoder.of(other, 4).id_dtype == "int16"
-    assert SparseEncoder.of(large, 4).id_dtype == "int32"

@@ -1,0 +1,90 @@
+"""How an encoder encodes a row of activations and reconstructs it. No jax.
+
+The arithmetic is SAELens' `encode` and `decode`, written for both numpy and jax.numpy: the device
+runs it in the compiled step, and `spile check` runs it on the activations of HF transformers.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from spile.models.files.encoders.sae import Arrays, Sae
+
+_LAYER_NORM_EPS = 1e-5
+
+
+def activations(
+    sae: Sae, arrays: Arrays, rows: Any, xp: Any, product: Callable[[Any, Any], Any]
+) -> Any:
+    """Compute [..., latents] from [..., width] in float32; for `topk` before the choice of k.
+
+    A nonfinite value in a row makes every latent that may depend on it nonfinite.
+
+    Args:
+        xp: numpy or jax.numpy, matching the arrays.
+        product: multiplies two matrices, in float32.
+    """
+    if sae.normalize == "layer_norm":
+        rows = rows - rows.mean(axis=-1, keepdims=True)
+        deviation = xp.sqrt((rows * rows).sum(axis=-1, keepdims=True) / (sae.width - 1))
+        rows = rows / (deviation + _LAYER_NORM_EPS)
+    elif sae.normalize == "constant_norm_rescale":
+        length = xp.sqrt((rows * rows).sum(axis=-1, keepdims=True))
+        rows = rows * (math.sqrt(sae.width) / length)
+    if sae.subtracts:
+        rows = rows - arrays["b_dec"]
+    found = product(rows, arrays["W_enc"])
+    if sae.architecture == "gated":
+        size = xp.maximum(found * xp.exp(arrays["r_mag"]) + arrays["b_mag"], 0.0)
+        return xp.where(found + arrays["b_gate"] <= 0, 0.0, size)
+    found = found + arrays["b_enc"]
+    if sae.rescales:
+        found = found * arrays["decoder_norm"]
+    active = xp.maximum(found, 0.0)
+    if sae.architecture != "jumprelu":
+        return active
+    # (Tests `<=` and not `>`, so that NaN does not become zero.)
+    return xp.where(found <= arrays["threshold"], 0.0, active)
+
+
+def latents_of(
+    sae: Sae,
+    arrays: Arrays,
+    rows: Any,
+    xp: Any,
+    product: Callable[[Any, Any], Any],
+    kth: Callable[[Any, int], Any],
+) -> Any:
+    """Compute all latents of rows, as `activations`; for `topk` with k of them active.
+
+    Args:
+        kth: returns the k-th largest of the last axis, which it keeps.
+    """
+    found = activations(sae, arrays, rows, xp, product)
+    return found if sae.k is None else xp.where(found < kth(found, sae.k), 0.0, found)
+
+
+def reconstruction(
+    sae: Sae,
+    arrays: Arrays,
+    rows: Any,
+    xp: Any,
+    product: Callable[[Any, Any], Any],
+    kth: Callable[[Any, int], Any],
+) -> Any:
+    """Compute the decoder's reconstruction of rows [..., width], from their latents, in float32.
+
+    The arguments are those of `latents_of`.
+    """
+    found = latents_of(sae, arrays, rows, xp, product, kth)
+    if sae.rescales:
+        found = found / arrays["decoder_norm"]
+    made = product(found, arrays["W_dec"]) + arrays["b_dec"]
+    if sae.normalize == "layer_norm":
+        mean = rows.mean(axis=-1, keepdims=True)
+        squares = xp.square(rows - mean).sum(axis=-1, keepdims=True)
+        return made * xp.sqrt(squares / (sae.width - 1)) + mean
+    if sae.normalize == "constant_norm_rescale":
+        length = xp.sqrt((rows * rows).sum(axis=-1, keepdims=True))
+        return made / (math.sqrt(sae.width) / length)
+    return made

@@ -1,0 +1,111 @@
+"""What an encoder is: its settings, and where its tensors lie. No jax."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from spile.core.config import canonical_json
+from spile.objects.paths import AnyPath
+
+# The tensors of each kind of encoder; a letter is an axis: width, latents.
+_TENSORS: dict[str, dict[str, str]] = {
+    "standard": {"W_enc": "wl", "b_enc": "l"},
+    "topk": {"W_enc": "wl", "b_enc": "l"},
+    "jumprelu": {"W_enc": "wl", "b_enc": "l", "threshold": "l"},
+    "gated": {"W_enc": "wl", "b_gate": "l", "b_mag": "l", "r_mag": "l"},
+}
+ARCHITECTURES = tuple(_TENSORS)
+NORMALIZATIONS = ("none", "layer_norm", "constant_norm_rescale")
+AT_ONCE = 1 << 26  # latents held on a device, in float32: 256 MiB
+MOST_LATENTS = 1 << 24
+_KEPT = 64  # latents per row, if the encoder has no k of its own
+
+Arrays = Mapping[str, Any]  # numpy or jax arrays, by name
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies in a file, and in which form."""
+
+    file: AnyPath
+    name: str  # in the file
+    turned: bool = False  # stored transposed, as torch.nn.Linear does
+    repeated: bool = False  # one number stands for all latents
+    logarithm: bool = False  # its logarithm is stored
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sae:
+    """A published encoder: its settings, and its files."""
+
+    directory: AnyPath
+    file: AnyPath  # its tensors, unless they have places
+    architecture: str
+    width: int  # values in a row that it reads
+    latents: int
+    k: int | None = None  # active latents per row, if that number is fixed
+    normalize: str = "none"
+    subtracts: bool = True  # whether it subtracts the decoder's bias from its input
+    rescales: bool = False  # whether it scales latents by the norms of their decoder rows
+    hook: str | None = None  # TransformerLens name of the hook it was trained on
+    raw: bool = False  # in Gemma Scope's own format
+    # Tensors that lie elsewhere than `file`, or in another form, by name.
+    places: Mapping[str, StoredTensor] = field(default_factory=dict[str, StoredTensor], hash=False)
+    decodes: bool = False  # whether its decoder is used, too
+    sampled: str = ""  # digest of sampled blocks of its tensors, as they were when it was opened
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The tensors to read, and the shape of each."""
+        sizes = {"w": self.width, "l": self.latents}
+        axes = dict(_TENSORS[self.architecture])
+        if self.subtracts or self.decodes:
+            axes["b_dec"] = "w"
+        if self.rescales or self.decodes:
+            axes["W_dec"] = "lw"
+        return {name: tuple(sizes[axis] for axis in each) for name, each in axes.items()}
+
+    def place(self, name: str) -> StoredTensor:
+        """Where a tensor lies."""
+        return self.places.get(name) or StoredTensor(self.file, name)
+
+    def files(self) -> tuple[AnyPath, ...]:
+        """The files that hold its tensors."""
+        return tuple({str(f): f for f in (self.place(n).file for n in self.tensors())}.values())
+
+    def arithmetic(self) -> dict[str, Any]:
+        """The settings, beside the tensors, that its latents depend on."""
+        names = ("architecture", "width", "latents", "k", "normalize", "subtracts", "rescales")
+        return {name: getattr(self, name) for name in names}
+
+    def identity(self) -> str:
+        """What it is, without its name: its arithmetic and sampled blocks of its tensors."""
+        digest = xxhash.xxh3_128_hexdigest(canonical_json(self.arithmetic()))
+        return f"{self.architecture} {self.latents} {digest}-{self.sampled}"
+
+
+@dataclass(frozen=True)
+class SparseEncoder:
+    """An encoder, and the number of latents kept per row."""
+
+    sae: Sae
+    kept: int
+
+    @classmethod
+    def of(cls, sae: Sae, asked: int | None, *, pooled: bool = False) -> "SparseEncoder":
+        """Args:
+        asked: the number to keep; capped at the number that can be active.
+        pooled: whether rows are of several tokens, which may have other latents active.
+        """
+        most = sae.latents if pooled else sae.k or sae.latents
+        return cls(sae, min(asked or sae.k or _KEPT, most))
+
+    @property
+    def id_dtype(self) -> str:
+        return "int16" if self.sae.latents <= 1 << 15 else "int32"
+
+
+def is_size(value: object) -> bool:
+    """Whether a setting can be a number of values or of latents."""
+    return type(value) is int and 1 <= value <= MOST_LATENTS
