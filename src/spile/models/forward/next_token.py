@@ -27,7 +27,13 @@ def next_token(
         tops: how many of the largest to keep, by site.
     """
     wide = logits.astype(jnp.float32)
-    most = wide.max(axis=-1, keepdims=True)
+    count = max((tops[site] for site in _LARGEST if site in wanted), default=0)
+    if count:
+        values, ids = largest(logits, count)
+        most = values[..., :1]  # so that logits are read once less
+    else:
+        values = ids = None
+        most = wide.max(axis=-1, keepdims=True)
     shifted = wide - most
     weights = jnp.exp(shifted)
     total = weights.sum(axis=-1)
@@ -48,8 +54,7 @@ def next_token(
         above = (wide > own) | ((wide == own) & (place < targets[..., None]))
         rank = jnp.where(known, above.sum(axis=-1, dtype=jnp.int32), 0)
         found["next_rank"] = jnp.where(sound, rank, -1)
-    if count := max((tops[site] for site in _LARGEST if site in wanted), default=0):
-        values, ids = largest(wide, count)
+    if values is not None and ids is not None:
         found["top_token_ids"] = jnp.where(sound[..., None], ids, -1)
         found["top_logprobs"] = (values - most) - log_total[..., None]
     return {site: values for site, values in found.items() if site in wanted}
