@@ -1,11 +1,13 @@
 """What the likeliest tokens, and where heads look, add to a step of a 7B model, and their bytes.
 
     python bench/tops.py [--model Qwen2.5-7B] [--layers N] [--tokens 16384] [--seconds 4]
+                         [--only plain,logprob,top_logits]
 
 The model is a published configuration with random bfloat16 weights, its whole vocabulary and all
 its layers, unless `--layers` cuts them. Every step also stores a residual stream, as `plain` does.
 `top_logits` is compared with `logprob`, which multiplies by the same head; the rest with `plain`.
-`--top-logits`, `--attn-top` and `--heads` say how many are kept.
+`--top-logits`, `--attn-top` and `--heads` say how many are kept. `bench/largest.py` compares ways
+to find the likeliest tokens alone.
 """
 
 import argparse
@@ -27,6 +29,7 @@ def main() -> None:
     parser.add_argument("--top-logits", type=int, default=64)
     parser.add_argument("--attn-top", type=int, default=8)
     parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--only", help="some of the rows of the table, by name")
     options = parser.parse_args()
     os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -56,6 +59,9 @@ def main() -> None:
         "attn_summary, a layer": (f"attn_summary:{middle}", "plain", {}),
         "attn_pattern": (f"attn_pattern:{some}", "plain", {}),
     }
+
+    if options.only:
+        cases = {name: cases[name] for name in options.only.split(",")}
 
     def row_bytes(tap: Tap) -> int:
         return tap.width(arch, seq) * DTYPES_BY_NAME[tap.dtype("bfloat16")].itemsize
