@@ -23,7 +23,7 @@ from spile.models.config.kernel_choice import (
     recurrence_kernel,
     told_kernels,
     told_recurrence,
-    too_new,
+    unfit_gpu,
 )
 from spile.objects import check_creates_once, is_bucket, open_objects
 
@@ -220,7 +220,7 @@ def _kernels(
     job: "ExtractionJob", runtime: Runtime, platform: str, capability: float, *, here: bool
 ) -> dict[int, KernelChoice]:
     """Return the attention kernels of a run. Other machines have all that their GPUs can run."""
-    missing: Mapping[str, str] = too_new(capability) if platform == "gpu" else {}
+    missing: Mapping[str, str] = unfit_gpu(capability) if platform == "gpu" else {}
     if here and platform == "gpu":
         from spile.models.forward.kernels.attention import missing_kernels
 

@@ -356,10 +356,10 @@ class Runtime(Options):
         topic="devices",
     )
     attention: str = option(
-        "attention kernel: auto, mosaic, cudnn, triton, splash, or blocked (plain products) [auto: "
-        "the fastest that supports the model on this device]",
+        "attention kernel: auto, mosaic, cudnn, triton, wide, splash, or blocked (plain products) "
+        "[auto: the fastest that supports the model on this device]",
         default="auto",
-        choices=("auto", "mosaic", "cudnn", "triton", "splash", "blocked"),
+        choices=("auto", "mosaic", "cudnn", "triton", "wide", "splash", "blocked"),
     )
     weights: str = option(
         "where blocks are kept: resident (on the device), or host (memory) or disk, from which "

@@ -18,7 +18,7 @@ from spile.models.config.kernel_choice import (
     recurrence_kernel,
     told_kernels,
     told_recurrence,
-    too_new,
+    unfit_gpu,
 )
 from support import tiny
 
@@ -58,6 +58,8 @@ OLD = {"mosaic": "needs Hopper", "cudnn": "only on Hopper"}
         ("gpu", {"latent": NARROW, "head_dim": 96}, "bfloat16", 100, {}, "blocked", WIDER),
         ("tpu", {"latent": NARROW, "head_dim": 96}, "bfloat16", 256, {}, "blocked", WIDER),
         ("npu", {}, "bfloat16", 128, {}, "blocked", ""),
+        ("gpu", {"head_dim": 512}, "bfloat16", 100, {}, "wide", "heads of up to 256"),
+        ("gpu", {"head_dim": 512, "sinks": True}, "bfloat16", 9, {}, "blocked", "has no sinks"),
     ],
 )
 def test_the_best_usable_kernel_is_chosen_and_the_others_explained(
@@ -86,7 +88,7 @@ TWO_WIDTHS = replace(ARCH, head_dim=256, layers=(Layer(window=64), Layer(head_di
 
 def test_heads_of_each_width_have_their_own_kernel() -> None:
     found = attention_kernels("gpu", TWO_WIDTHS, "bfloat16", 100)
-    assert {width: choice.name for width, choice in found.items()} == {256: "mosaic", 512: BLOCKED}
+    assert {width: choice.name for width, choice in found.items()} == {256: "mosaic", 512: "wide"}
     assert not found[256].why and "heads of up to 256 in steps of 8, not 512" in found[512].why
     on_tpu = attention_kernels("tpu", TWO_WIDTHS, "bfloat16", 128)
     assert [choice.name for choice in on_tpu.values()] == ["splash", "splash"]
@@ -128,13 +130,14 @@ def test_experts_in_16_bits_have_no_gradient_on_a_gpu() -> None:
 @pytest.mark.parametrize("changes", [{}, {"attn_softcap": 5.0, "sinks": True}, {"head_dim": 256}])
 def test_a_gpu_too_old_for_every_kernel_attends_in_blocks(changes: dict[str, Any]) -> None:
     choices = attention_kernels(
-        "gpu", replace(ARCH, **changes), "float16", 2048, missing=too_new(7.5)
+        "gpu", replace(ARCH, **changes), "float16", 2048, missing=unfit_gpu(7.5)
     )
     assert [choice.name for choice in choices.values()] == [BLOCKED]
     told = told_kernels(choices)
     assert told.startswith("blocks of plain products, anywhere (mosaic: needs a GPU of compute ")
     assert "triton: needs a GPU of compute capability 8 or more, not 7.5" in told
-    assert not too_new(9.0) and set(too_new(8.6)) == {"mosaic", "cudnn"}
+    assert not unfit_gpu(9.0) and set(unfit_gpu(8.6)) == {"mosaic", "cudnn", "wide"}
+    assert unfit_gpu(10.0) == {"wide": "needs a GPU of compute capability 9, not 10"}
 
 
 def test_recurrent_layers_run_kernels_on_hopper_gpus() -> None:

@@ -15,11 +15,12 @@ from spile.models.config.arch import Arch
 
 BLOCKED = "blocked"
 # In the order in which they are tried.
-_BY_PLATFORM = {"gpu": ("mosaic", "cudnn", "triton"), "tpu": ("splash",), "cpu": ()}
+_BY_PLATFORM = {"gpu": ("mosaic", "cudnn", "triton", "wide"), "tpu": ("splash",), "cpu": ()}
 KERNELS = {
     "mosaic": "tokamax's Mosaic kernel, for Hopper and Blackwell GPUs",
     "cudnn": "cuDNN's packed attention, for Hopper and later GPUs",
     "triton": "tokamax's Triton kernel, for GPUs from Ampere on",
+    "wide": "a Triton kernel for heads of 512, for Hopper GPUs",
     "splash": "jax's splash attention, for TPUs",
     BLOCKED: "blocks of plain products, anywhere",
 }
@@ -30,6 +31,7 @@ RECURRENCES = {
 }
 _TILES = (16, 32, 64, 128)  # sizes of a head's state
 _MOST_HEAD_DIM = 256
+_WIDE_HEAD_DIM = 512
 _LANES = 128  # tokens of a row must fill them, on a TPU
 
 
@@ -38,13 +40,16 @@ _HOPPER = 9
 _LEAST = {"mosaic": 9.0, "cudnn": 9.0, "triton": 8.0}
 
 
-def too_new(capability: float) -> dict[str, str]:
-    """Return the kernels that a GPU is too old for, each with the reason."""
-    return {
+def unfit_gpu(capability: float) -> dict[str, str]:
+    """Return the kernels that a GPU is too old or too new for, each with the reason."""
+    reasons = {
         name: f"needs a GPU of compute capability {least:g} or more, not {capability:g}"
         for name, least in _LEAST.items()
         if capability < least
     }
+    if int(capability) != _HOPPER:
+        reasons["wide"] = _needs_hopper(capability)
+    return reasons
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ def unfit_recurrence(platform: str, dtype: str, capability: float, *sizes: int) 
     if platform != "gpu":
         return f"there is none for {platform}"
     if int(capability) != _HOPPER:
-        return f"needs a GPU of compute capability 9, not {capability:g}"
+        return _needs_hopper(capability)
     if dtype not in ("bfloat16", "float8_e4m3"):
         return f"multiplies in bfloat16, {dtype} was asked for"
     unfit = [size for size in sizes if size not in _TILES]
@@ -139,6 +144,10 @@ def no_gradient(platform: str, arch: Arch, dtype: str) -> str | None:
     if platform == "gpu" and arch.experts and dtype != "float32":
         return "a GPU's kernels for experts have no gradient; give compute_dtype='float32'"
     return None
+
+
+def _needs_hopper(capability: float) -> str:
+    return f"needs a GPU of compute capability {_HOPPER}, not {capability:g}"
 
 
 def _chosen(
@@ -170,9 +179,12 @@ def _unfit(kernel: str, arch: Arch, dtype: str, seq_len: int) -> str | None:
         if seq_len % _LANES:
             return f"takes contexts of multiples of {_LANES} tokens, not {seq_len}"
         return None
-    if arch.head_dim % 8 or arch.head_dim > _MOST_HEAD_DIM:
+    if kernel == "wide":
+        if arch.head_dim != _WIDE_HEAD_DIM:
+            return f"takes heads of {_WIDE_HEAD_DIM}, not {arch.head_dim}"
+    elif arch.head_dim % 8 or arch.head_dim > _MOST_HEAD_DIM:
         return f"takes heads of up to {_MOST_HEAD_DIM} in steps of 8, not {arch.head_dim}"
-    if kernel == "cudnn":
+    if kernel in ("cudnn", "wide"):
         if arch.sinks:
             return "has no sinks"
         if arch.attn_softcap is not None:

@@ -19,9 +19,11 @@ from jaxtyping import Array, Bool, Float, Int
 from spile.models.config.arch import Arch, Experts
 from spile.models.forward.kernels.grouped import (
     EIGHT,
+    Gating,
     Grouped,
     Groups,
     mosaic,
+    mosaic_gated,
     mosaic_serves,
     ragged,
     tiled,
@@ -132,11 +134,17 @@ def mix(
     chosen = jnp.where(here, chosen, held)
     order = jnp.argsort(chosen)  # stable: ties keep the tokens' order
     expert = jnp.minimum(chosen[order], held - 1)
-    sizes = jnp.bincount(chosen, length=held)
+    # (Counting by `bincount` would add to the same few numbers from all tokens.)
+    bounds = jnp.searchsorted(chosen[order], jnp.arange(held + 1), method="scan_unrolled")
+    sizes = jnp.diff(bounds)
     shares = jnp.ones_like(weights) if arch.experts.weighs_input else weights
+    gating = Gating(arch.activation, arch.glu_limit)
 
-    def outputs(runs: Groups, way: Callable[[Groups], Grouped]) -> Array:
-        """Return the outputs of each token's chosen experts."""
+    def outputs(runs: Groups, way: Callable[[Groups], Grouped], together: bool = False) -> Array:
+        """Return the outputs of each token's chosen experts.
+
+        `together`: whether one kernel computes the inner layer.
+        """
         grouped, of = way(runs), runs.lay(expert, expert)
         tokens = _rows(flat, runs.lay(order // ids.shape[-1], expert))
         if arch.experts and arch.experts.weighs_input:
@@ -151,8 +159,13 @@ def mix(
                 return out
             return out + (bias[of] if name != "down" else jnp.where(adds, bias[of], 0))
 
-        gate = each(tokens, "gate") if arch.gated else None
-        out = each(activate(each(tokens, "up"), gate, arch.activation, arch.glu_limit), "down")
+        if together:
+            biases = (block["b_gate"], block["b_up"]) if "b_up" in block else None
+            inner = mosaic_gated(runs, gating)(tokens, block["w_gate"], block["w_up"], biases)
+        else:
+            gate = each(tokens, "gate") if arch.gated else None
+            inner = activate(each(tokens, "up"), gate, arch.activation, arch.glu_limit)
+        out = each(inner, "down")
         # Each token gathers its experts' outputs: they are read once and never written again.
         place = jnp.zeros_like(order).at[order].set(runs.places(expert))
         return jnp.where(here[:, None], out[place], 0).reshape(*ids.shape, x.shape[-1])
@@ -161,7 +174,9 @@ def mix(
     ways = {"tpu": partial(outputs, plain, ragged)}
     matrices = [block[name] for name in ("w_up", "w_gate", "w_down") if name in block]
     if mosaic_serves(flat.astype(matrices[0].dtype), *matrices):
-        ways["cuda"] = partial(outputs, Groups(sizes, len(order), EIGHT), mosaic)
+        together = arch.gated and gating.serves(matrices[0].dtype)
+        runs = Groups(sizes, len(order), EIGHT)
+        ways["cuda"] = partial(outputs, runs, mosaic, together=together)
     out = jax.lax.platform_dependent(**ways, default=partial(outputs, plain, tiled))
     return jnp.einsum("rscd,rsc->rsd", out, shares)
 

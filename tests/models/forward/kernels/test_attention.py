@@ -25,6 +25,7 @@ from spile.models.forward.kernels.attention import (
     splash,
     widened,
 )
+from spile.models.forward.kernels.wide_attention import FASTEST, wide
 from support import tiny
 from support.marks import some
 
@@ -138,6 +139,40 @@ def test_flash_attention_has_sinks(name: str, kernel: str) -> None:
         for each in (plain, found)
     )
     assert error <= 2 * floor
+
+
+# The interpreter takes long for blocks as large as those that are fastest.
+INTERPRETED = FASTEST._replace(queries=32, keys=16)
+
+
+@pytest.mark.parametrize("dim", [512] if ON_GPU else [64])
+@pytest.mark.parametrize("name", some(("plain", "window", "wide-window"), "wide-window"))
+def test_attention_of_wide_heads_is_the_definition(name: str, dim: int) -> None:
+    tiling = FASTEST if ON_GPU else INTERPRETED
+    kernel = partial(wide, tiling=tiling, interpret=not ON_GPU)
+    floor = worst(masked, SCORINGS[name], dim, jnp.bfloat16)
+    assert worst(kernel, SCORINGS[name], dim, jnp.bfloat16) <= 2 * floor
+
+
+def test_attention_of_wide_heads_takes_rows_of_any_length() -> None:
+    length = 70  # not a multiple of any block
+    segments = jnp.asarray([[1] * 50 + [2] * 20, [1] * 30 + [0] * 40], jnp.int32)
+    positions = jnp.asarray([[*range(50), *range(20)], [*range(30), *([0] * 40)]], jnp.int32)
+    rng = np.random.default_rng(1)
+    dim = 512 if ON_GPU else 64
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((2, length, heads, dim)), jnp.bfloat16)
+        for heads in (4, 2, 2)
+    )
+    tiling = FASTEST if ON_GPU else INTERPRETED
+    found = wide(segments, positions, tiling=tiling, interpret=not ON_GPU)(
+        q, k, v, SCORINGS["plain"]
+    )
+    exact = [each.astype(jnp.float32) for each in (q, k, v)]
+    wanted = masked(segments, positions)(exact[0], exact[1], exact[2], SCORINGS["plain"])
+    real = (segments > 0)[..., None, None]
+    assert found.shape == q.shape and bool(jnp.isfinite(found).all())
+    assert float(jnp.abs(jnp.where(real, found.astype(jnp.float32) - wanted, 0.0)).max()) < 0.02
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs an NVIDIA GPU with cuDNN")
@@ -274,10 +309,13 @@ def test_heads_too_wide_for_a_kernel_do_not_keep_others_from_it(
     on_a_gpu(monkeypatch, "9.0")
     arch = replace(arch_with(head_dim=256), layers=(Layer(window=64), Layer(head_dim=512)))
     found = cast("partial[Any]", for_platform("gpu", arch, "bfloat16", **GIVEN))
-    narrow, wide = (found.keywords["kernels"][width] for width in (256, 512))
-    assert found.func is by_width and wide is blocked
+    narrow, widest = (found.keywords["kernels"][width] for width in (256, 512))
+    assert found.func is by_width and widest is wide
     assert (narrow.func, narrow.keywords) == (flash, {"kernel": "mosaic"})
     assert for_platform("tpu", arch, "bfloat16", **GIVEN) is splash
+    on_a_gpu(monkeypatch, "10.0")
+    found = cast("partial[Any]", for_platform("gpu", arch, "bfloat16", **GIVEN))
+    assert found.keywords["kernels"][512] is blocked
 
 
 def test_a_missing_kernel_package_is_named_once_with_how_to_install_it(

@@ -8,10 +8,16 @@ import numpy as np
 import pytest
 
 from spile.models.forward.kernels import grouped
-from spile.models.forward.kernels.grouped import EIGHT, Groups
+from spile.models.forward.kernels.grouped import EIGHT, Gating, Groups
+from spile.models.forward.ops import activate
 from support.marks import some
 
 SIZES = (300, 0, 1, 211, 128, 0)
+GATINGS = {
+    "gpt-oss": Gating("quick_gelu", 7.0),
+    "qwen": Gating("silu"),
+    "gemma": Gating("gelu_pytorch_tanh"),
+}
 
 
 def test_runs_begin_at_multiples_and_hold_their_rows_in_order() -> None:
@@ -58,6 +64,25 @@ def test_the_hopper_kernel_is_lowered_by_this_jax(terms: int) -> None:
     assert "mosaic_gpu" in lowered.as_text()
 
 
+@pytest.mark.parametrize("name", some(GATINGS, "gpt-oss"))
+def test_the_hopper_kernel_of_gated_layers_is_lowered_by_this_jax(name: str) -> None:
+    gating = GATINGS[name]
+
+    def run(x: jax.Array, w: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
+        biases = (b, b) if gating.limit else None
+        return grouped.mosaic_gated(Groups(sizes, 500, EIGHT), gating)(x, w, w, biases)
+
+    rows = Groups(jnp.asarray(SIZES), 500, EIGHT).rows
+    shapes = [
+        jax.ShapeDtypeStruct((rows, 512), jnp.bfloat16),
+        jax.ShapeDtypeStruct((len(SIZES), 832, 512), jnp.bfloat16),
+        jax.ShapeDtypeStruct((len(SIZES), 832), jnp.bfloat16),
+        jax.ShapeDtypeStruct((len(SIZES),), jnp.int32),
+    ]
+    lowered = jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
 @pytest.mark.skipif(not grouped.has_mosaic(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize(
     ("sizes", "inner", "outer"),
@@ -86,4 +111,43 @@ def test_the_hopper_kernel_multiplies_as_the_tiles_do(
         return way(runs)(x[runs.lay(jnp.arange(count), expert)], w)[runs.places(expert)]
 
     found, wanted = (np.asarray(run(n, x, w), np.float32)[: sum(sizes)] for n in (EIGHT, 1))
+    assert np.linalg.norm(found - wanted) <= 4e-3 * np.linalg.norm(wanted)
+
+
+@pytest.mark.skipif(not grouped.has_mosaic(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("gating", GATINGS.values(), ids=GATINGS)
+@pytest.mark.parametrize(
+    ("sizes", "inner", "outer"),
+    [(SIZES, 128, 256), ((7, 9, 100, 90), 2880, 2880), ((9000, 3288), 256, 832)],
+)
+def test_the_hopper_kernel_of_gated_layers_activates_products(
+    sizes: tuple[int, ...], inner: int, outer: int, gating: Gating
+) -> None:
+    rng = np.random.default_rng(0)
+    count, experts = sum(sizes), len(sizes)
+    x = jnp.asarray(rng.standard_normal((count, inner)), jnp.bfloat16)
+    gate, up = (
+        jnp.asarray(rng.standard_normal((experts, outer, inner)) / inner**0.5, jnp.bfloat16)
+        for _ in range(2)
+    )
+    biases = rng.standard_normal((2, experts, outer)) if gating.limit else None
+    expert = jnp.asarray(np.repeat(np.arange(experts), sizes))
+    runs = Groups(jnp.asarray(sizes), count, EIGHT)
+
+    @jax.jit
+    def run(x: jax.Array) -> jax.Array:
+        given = x[runs.lay(jnp.arange(count), expert)]
+        of = None if biases is None else tuple(jnp.asarray(biases, jnp.bfloat16))
+        return grouped.mosaic_gated(runs, gating)(given, gate, up, of)[runs.places(expert)]
+
+    @jax.jit
+    def definition(x: jax.Array) -> jax.Array:
+        wide = partial(grouped.tiled(Groups(jnp.asarray(sizes), count)), x.astype(jnp.float32))
+        both = [wide(w.astype(jnp.float32)) for w in (gate, up)]
+        if biases is not None:
+            given = jnp.asarray(biases, jnp.bfloat16).astype(jnp.float32)
+            both = [each + bias[expert] for each, bias in zip(both, given, strict=True)]
+        return activate(both[1], both[0], *gating)
+
+    found, wanted = (np.asarray(f(x), np.float32) for f in (run, definition))
     assert np.linalg.norm(found - wanted) <= 4e-3 * np.linalg.norm(wanted)

@@ -25,7 +25,7 @@ from spile.models.config.kernel_choice import (
     KernelChoice,
     attention_kernels,
     told_kernels,
-    too_new,
+    unfit_gpu,
 )
 from spile.models.forward.attention import (
     Attend,
@@ -38,6 +38,7 @@ from spile.models.forward.attention import (
     Values,
     blocked,
 )
+from spile.models.forward.kernels.wide_attention import wide
 from spile.models.forward.ops import gpu_capability
 
 _log = logging.getLogger("spile.models")
@@ -79,6 +80,8 @@ def for_platform(
                 kernel = partial(cudnn, contexts=contexts + cuts)
             case "mosaic" | "triton":
                 kernel = partial(flash, kernel=choice.name)
+            case "wide":
+                kernel = wide
             case _:
                 made[width] = blocked
                 continue
@@ -121,7 +124,7 @@ def chosen_kernels(
 @cache
 def missing_kernels() -> Mapping[str, str]:
     """Return the kernels that this machine cannot run, each with the reason."""
-    found = {**too_new(gpu_capability()), "cudnn": _why_not_cudnn()}
+    found = {**unfit_gpu(gpu_capability()), "cudnn": _why_not_cudnn()}
     for name, module in _TOKAMAX.items():
         if name in found:
             continue

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product as pairs
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from spile.models.forward.ops import gpu_capability, product
+from spile.models.forward.ops import activate, gpu_capability, product
 
 _GATHERED = 1 << 28  # most bytes of expert weights to gather at once
 _MOSAIC = "jax.experimental.pallas.mosaic_gpu"
@@ -31,7 +31,11 @@ _CORES = 132  # multiprocessors of an H100 or H200, if the device does not repor
 _STORED = 64  # rows and columns that are stored at once
 EIGHT = 8  # the GPU copies rows in multiples of this
 
+# Activations that the Hopper kernel has; others need the error function, which it has not.
+_GATED = ("silu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu")
+
 Grouped: TypeAlias = Callable[[Float[Array, "rows in"], Float[Array, "experts out in"]], Array]
+Gated: TypeAlias = Callable[..., Array]
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +116,9 @@ def _tiles(
     each = -(-sizes // tile)
     ends = jnp.cumsum(each)
     number = jnp.arange(tiles)
-    owner = jnp.minimum(jnp.searchsorted(ends, number, side="right"), len(sizes) - 1)
+    # Comparing with all ends is one small kernel, where a binary search is one for each step.
+    passed = jnp.sum(number[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
+    owner = jnp.minimum(passed, len(sizes) - 1)
     return owner, number - (ends - each)[owner], ends[-1]
 
 
@@ -142,6 +148,36 @@ def mosaic(runs: Groups) -> Grouped:
     return lambda x, w: _hopper(x.shape[1], w.shape[1], x.dtype, runs.rows)(*table, x, w)
 
 
+class Gating(NamedTuple):
+    """How the two products of a gated MLP become its inner layer: arguments of `activate`."""
+
+    activation: str
+    limit: float | None = None
+
+    def serves(self, dtype: jnp.dtype) -> bool:
+        """Return whether the Hopper kernel can compute it. (float16 products are bounded first.)"""
+        return self.activation in _GATED and dtype == jnp.bfloat16
+
+
+def mosaic_gated(runs: Groups, gating: Gating) -> Gated:
+    """Multiply by the gate's and the other matrix in one kernel that activates their products.
+
+    Rows are read once, products are never rounded or stored, and half as many values leave the
+    kernel as two products have.
+    """
+    table = _table(runs)
+
+    def multiply(
+        x: Array, gate: Array, up: Array, biases: tuple[Array, Array] | None = None
+    ) -> Array:
+        run = _hopper(x.shape[1], up.shape[1], x.dtype, runs.rows, gating, biases is not None)
+        over = -up.shape[1] % (_COLUMNS // 2)  # a tile reads whole columns of these
+        wide = [jnp.pad(bias.astype(jnp.float32), ((0, 0), (0, over))) for bias in biases or ()]
+        return run(*table, x, gate, up, *wide)
+
+    return multiply
+
+
 def _table(runs: Groups) -> list[Int[Array, " tiles"]]:
     """Return each tile's expert, first row and number of rows, the latter two in eights.
 
@@ -157,10 +193,15 @@ def _table(runs: Groups) -> list[Int[Array, " tiles"]]:
 
 
 @cache
-def _hopper(terms: int, columns: int, dtype: Any, rows: int) -> Callable[..., Array]:
+def _hopper(
+    terms: int, columns: int, dtype: Any, rows: int, gating: Gating | None = None,
+    biased: bool = False,
+) -> Callable[..., Array]:  # fmt: skip
     """Return the kernel: persistent, with one warpgroup that loads and two that multiply.
 
     It takes the table of `_table`, which counts in eights because the GPU copies eight rows whole.
+    With `gating` it takes two matrices, and each warpgroup has half of a tile's rows of both, so
+    that it has both products of a value; without, half of a tile's columns.
     """
     pl: Any = importlib.import_module("jax.experimental.pallas")
     gpu: Any = importlib.import_module(_MOSAIC)
@@ -169,13 +210,15 @@ def _hopper(terms: int, columns: int, dtype: Any, rows: int) -> Callable[..., Ar
     stages = next((n for n in (4, 3) if steps % n == 0), 4)
     follows = steps % stages == 0
     half = _COLUMNS // 2
-    across = -(-columns // _COLUMNS)
+    wide = half if gating else _COLUMNS  # columns of the result in a tile
+    tall = _ROWS // 2 if gating else _ROWS  # rows of a tile that a warpgroup has
+    across = -(-columns // wide)
     swizzled = (gpu.TilingTransform((8, 64)), gpu.SwizzleTransform(128))  # 64 values of 16 bits
 
     def pipeline(body: Any, context: Any, state: Any = None) -> Any:
         specs = [
             gpu.BlockSpec((size, _TERMS), lambda k: (0, k), transforms=swizzled)
-            for size in (_ROWS, _COLUMNS)
+            for size in (_ROWS, *((wide, wide) if gating else (_COLUMNS,)))
         ]
         return gpu.emit_pipeline_warp_specialized(
             body, grid=(steps,), memory_registers=40, in_specs=specs, wg_axis="group",
@@ -184,14 +227,16 @@ def _hopper(terms: int, columns: int, dtype: Any, rows: int) -> Callable[..., Ar
         )  # fmt: skip
 
     def grouped_product(
-        owners: Any, firsts: Any, lefts: Any, used: Any, x: Any, w: Any, out: Any
+        owners: Any, firsts: Any, lefts: Any, used: Any, x: Any, *rest: Any
     ) -> None:
+        matrices, biases, out = rest[: 2 if gating else 1], rest[2:-1], rest[-1]
+
         def nothing(*_: Any) -> None:
             return None
 
         @partial(
             pl.run_scoped,
-            buffers=pipeline(nothing, nothing).get_allocations(x, w.at[0]),
+            buffers=pipeline(nothing, nothing).get_allocations(x, *(w.at[0] for w in matrices)),
             stored=gpu.SMEM((2, 2, _STORED, _STORED), dtype, transforms=swizzled),
             collective_axes="group",
         )
@@ -202,30 +247,47 @@ def _hopper(terms: int, columns: int, dtype: Any, rows: int) -> Callable[..., Ar
             @gpu.nd_loop((tiles * across,), collective_axes="sm")
             def loop(info: Any) -> None:
                 tile, column = gpu.planar_snake(info.index[0], (tiles, across), 0, 4)
-                first, left = firsts[tile] * EIGHT, lefts[tile] * EIGHT
-                mine = pl.ds(group * half, half)
+                first, left, owner = firsts[tile] * EIGHT, lefts[tile] * EIGHT, owners[tile]
+                down, within = (group * tall, 0) if gating else (0, group * half)
+                mine = pl.ds(down, tall) if gating else pl.ds(within, half)
+                over = column * wide + within
 
-                def multiply(_: Any, rows: Any, weights: Any, total: Any) -> Any:
-                    gpu.wgmma(total, rows, gpu.transpose_ref(weights.at[mine], (1, 0)))
+                def multiply(_: Any, given: Any, *rest: Any) -> Any:
+                    weights, totals = rest[:-1], rest[-1]
+                    given = given.at[mine] if gating else given
+                    for total, weight in zip(totals, weights, strict=True):
+                        own = weight if gating else weight.at[mine]
+                        gpu.wgmma(total, given, gpu.transpose_ref(own, (1, 0)))
                     gpu.wgmma_wait(0)
-                    return total
+                    return totals
 
                 def finish(run: Any) -> None:
-                    @partial(pl.run_scoped, total=gpu.ACC((_ROWS, half), jnp.float32))
-                    def sums(total: Any) -> None:
-                        run(total)
-                        store(total[...].astype(dtype))
+                    def sums(*totals: Any) -> None:
+                        run(totals)
+                        store(combined([total[...] for total in totals]).astype(dtype))
+
+                    pl.run_scoped(sums, *[gpu.ACC((tall, half), jnp.float32) for _ in matrices])
+
+                def combined(products: list[Any]) -> Any:
+                    """Return the values to store of a tile's products."""
+                    for number, bias in enumerate(biases):
+                        own = gpu.load(bias, (owner, pl.ds(over, half)), optimized=False)
+                        spread = jax.lax.broadcast_in_dim(own, (tall, half), (1,))
+                        products[number] = products[number] + spread
+                    if gating is None:
+                        return products[0]
+                    return activate(products[1], products[0], *gating)
 
                 def store(values: Any) -> None:
-                    places = pairs(range(0, _ROWS, _STORED), range(0, half, _STORED))
+                    places = pairs(range(0, tall, _STORED), range(0, half, _STORED))
                     for number, (row, at) in enumerate(places):
                         piece = stored.at[group, number % 2]
                         gpu.wait_smem_to_gmem(1, wait_read_only=True)
                         piece[...] = values[row : row + _STORED, at : at + _STORED]
                         gpu.commit_smem()
-                        start = column * _COLUMNS + group * half + at
-                        to = out.at[:, pl.ds(start, _STORED)]
-                        _store_some(pl, gpu, piece, to, first + row, left - row)
+                        to = out.at[:, pl.ds(over + at, _STORED)]
+                        begin = down + row
+                        _store_some(pl, gpu, piece, to, first + begin, left - begin)
                         gpu.commit_smem_to_gmem_group()
 
                 state = None
@@ -234,9 +296,9 @@ def _hopper(terms: int, columns: int, dtype: Any, rows: int) -> Callable[..., Ar
                     kinds = gpu.PipelinePipeline
                     state = jnp.where(last, int(kinds.STOP), int(kinds.STEADY))
                     state = jnp.where(info.local_index == 0, int(kinds.START), state)
-                weights = w.at[owners[tile], pl.ds(column * _COLUMNS, _COLUMNS), :]
+                own = [w.at[owner, pl.ds(column * wide, wide), :] for w in matrices]
                 run = pipeline(multiply, finish, state)
-                run(x.at[pl.ds(first, _ROWS), :], weights, allocations=buffers)
+                run(x.at[pl.ds(first, _ROWS), :], *own, allocations=buffers)
 
         gpu.wait_smem_to_gmem(0, wait_read_only=True)
 

@@ -1,0 +1,305 @@
+"""Time the kernels of recurrent layers, experts and wide heads beside plain jax and other tilings.
+
+    python bench/kernels.py [--only recurrence,convolution,experts,wide] [--tokens 16384]
+                            [--tilings] [--seconds 0.3]
+
+Prints a table for each kind of work: the shape, milliseconds by plain jax, by the kernel as it runs
+by default, by flash-linear-attention if it is installed, and with `--tilings` by other tilings.
+Shapes are those of published models, in bfloat16; documents have natural lengths and are packed
+into rows of 2,048. What each of them serves is in `spile.models.config.kernel_choice`.
+"""
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from families import natural_batch, timed
+
+SEQ = 2048
+# heads, groups of keys, width of the state, width of a head
+SPACES = {
+    "Mamba-Codestral-7B": (128, 8, 128, 64),
+    "Falcon-H1-0.5B": (24, 1, 128, 64),
+}
+# heads of keys, heads of values, width
+DELTAS = {"Qwen3-Next-80B-A3B": (16, 32, 128), "Qwen3.5-27B": (16, 48, 128)}
+CHANNELS = (8192, 10240)
+# experts, chosen, width, width inside, activation, limit
+EXPERTS = {
+    "Qwen3-30B-A3B": (128, 8, 2048, 768, "silu", None),
+    "OLMoE-1B-7B": (64, 8, 2048, 1024, "silu", None),
+    "gpt-oss-20b": (32, 4, 2880, 2880, "quick_gelu", 7.0),
+    "gemma-4-26B-A4B": (128, 8, 2816, 704, "gelu_pytorch_tanh", None),
+}
+WIDE = {"gemma-4-26B-A4B, 16/2 x 512": (16, 2)}
+
+Ways = dict[str, Callable[[], Any]]
+
+
+def recurrence(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
+    import jax
+    import jax.numpy as jnp
+
+    from spile.models.forward.kernels import gated_delta, state_space
+    from spile.models.forward.mixers import gated_delta as delta
+    from spile.models.forward.mixers import state_space as space
+
+    rows = options.tokens // SEQ
+    batch = natural_batch(rows, SEQ)
+    segments = jnp.asarray(batch.segments)
+    rng = np.random.default_rng(0)
+
+    def drawn(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+        return jnp.asarray(rng.standard_normal((rows, SEQ, *shape)) / 2, dtype)
+
+    for name, (heads, groups, state, dim) in SPACES.items():
+        steps = jax.nn.softplus(drawn(heads, dtype=jnp.float32) - 2)
+        given = (
+            drawn(groups, state),
+            drawn(groups, state),
+            drawn(heads, dim),
+            steps,
+            -0.5 * steps,
+            jnp.ones(heads),
+            segments,
+        )
+        plain = jax.jit(space._in_float32)
+        ways = {"plain jax": partial(plain, *given)}
+        tilings = [state_space.FASTEST]
+        if options.tilings:
+            tilings += [
+                state_space.FASTEST._replace(chunk=n, warps=w, stages=s)
+                for n, w, s in ((32, 4, 2), (64, 4, 1), (64, 4, 3), (64, 8, 2), (128, 8, 2))
+            ]
+        for tiling in tilings:
+            run = jax.jit(partial(state_space.rule, tiling=tiling))
+            ways[_told(tiling, state_space.FASTEST)] = partial(run, *given)
+        yield f"{name}: the state space's rule", ways | _fla_space(given, batch)
+    for name, (keys, heads, dim) in DELTAS.items():
+        written = jax.nn.sigmoid(drawn(heads, dtype=jnp.float32))
+        kept = -jax.nn.softplus(drawn(heads, dtype=jnp.float32))
+        given = (drawn(keys, dim), drawn(keys, dim), drawn(heads, dim), written, kept, segments)
+        plain = jax.jit(partial(delta._in_float32, rule=delta.chunked))
+        ways = {"plain jax": partial(plain, *given)}
+        tilings = [gated_delta.FASTEST]
+        if options.tilings:
+            tilings += [
+                gated_delta.FASTEST._replace(**changes)
+                for changes in (
+                    {"split": 1},
+                    {"split": 4},
+                    {"stages": 2},
+                    {"warps": 8},
+                    {"chunk": 32},
+                )
+            ]
+        for tiling in tilings:
+            run = jax.jit(partial(gated_delta.rule, eps=1e-6, tiling=tiling))
+            ways[_told(tiling, gated_delta.FASTEST)] = partial(run, *given)
+        yield f"{name}: the gated delta rule", ways | _fla_delta(given, batch)
+
+
+def convolution(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
+    import jax
+    import jax.numpy as jnp
+
+    from spile.models.forward.kernels import convolution as kernel
+    from spile.models.forward.mixers import recurrence as plain
+
+    rows = options.tokens // SEQ
+    segments = jnp.asarray(natural_batch(rows, SEQ).segments)
+    for channels in CHANNELS:
+        x = jax.random.normal(jax.random.key(0), (rows, SEQ, channels), jnp.bfloat16)
+        weights = jax.random.normal(jax.random.key(1), (channels, 1, 4), jnp.bfloat16)
+        given = (x, weights, None, segments)
+        ways: Ways = {
+            "plain jax": partial(jax.jit(plain._convolution, static_argnums=4), *given, "silu")
+        }
+        tilings = [kernel.FASTEST]
+        if options.tilings:
+            tilings += [
+                kernel.FASTEST._replace(tokens=t, channels=c)
+                for t, c in ((32, 128), (128, 64), (64, 128))
+            ]
+        for tiling in tilings:
+            run = jax.jit(partial(kernel.convolution, tiling=tiling), static_argnums=4)
+            ways[_told(tiling, kernel.FASTEST)] = partial(run, *given, "silu")
+        yield f"short convolution of {channels:,} channels, with its activation", ways
+
+
+def experts(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
+    import jax
+    import jax.numpy as jnp
+
+    from spile.models.forward.kernels import grouped
+    from spile.models.forward.ops import activate
+
+    for name, (count, chosen, width, inside, activation, limit) in EXPERTS.items():
+        rows = options.tokens * chosen
+        gating = grouped.Gating(activation, limit)
+        sizes = np.random.default_rng(0).multinomial(rows, np.full(count, 1 / count))
+        keys = jax.random.split(jax.random.key(0), 3)
+        gate, up = (
+            jax.random.normal(key, (count, inside, width), jnp.bfloat16) / width**0.5
+            for key in keys[:2]
+        )
+        runs = grouped.Groups(jnp.asarray(sizes), rows, grouped.EIGHT)
+        x = jax.random.normal(keys[2], (runs.rows, width), jnp.bfloat16)
+
+        def two(x: Any, gate: Any, up: Any, runs: Any = runs, gating: Any = gating) -> Any:
+            way = grouped.mosaic(runs)
+            return activate(way(x, up), way(x, gate), *gating)
+
+        def one(x: Any, gate: Any, up: Any, runs: Any = runs, gating: Any = gating) -> Any:
+            return grouped.mosaic_gated(runs, gating)(x, gate, up)
+
+        def single(x: Any, gate: Any, up: Any, gating: Any = gating) -> Any:
+            return activate(x @ up[0].T, x @ gate[0].T, *gating)
+
+        given = (x, gate, up)
+        yield (
+            f"{name}: gate, up and activation of {count} experts",
+            {
+                "one expert, plain jax": partial(jax.jit(single), *given),
+                "kernel for each product": partial(jax.jit(two), *given),
+                "**one kernel**": partial(jax.jit(one), *given),
+            },
+        )
+
+
+def wide(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
+    import jax
+    import jax.numpy as jnp
+
+    from spile.models.forward.attention import Scoring, blocked
+    from spile.models.forward.kernels import wide_attention as kernel
+
+    rows = options.tokens // SEQ
+    batch = natural_batch(rows, SEQ)
+    places = jnp.asarray(batch.segments), jnp.asarray(batch.positions)
+    for name, (heads, of_keys) in WIDE.items():
+        keys = jax.random.split(jax.random.key(0), 3)
+        given = [
+            jax.random.normal(key, (rows, SEQ, each, 512), jnp.bfloat16)
+            for key, each in zip(keys, (heads, of_keys, of_keys), strict=True)
+        ]
+        ways: Ways = {
+            "plain jax": partial(
+                jax.jit(lambda q, k, v: blocked(*places)(q, k, v, Scoring(0.05))), *given
+            )
+        }
+        tilings = [kernel.FASTEST]
+        if options.tilings:
+            tilings += [
+                kernel.Tiling(*each) for each in ((64, 32, 8, 2), (64, 64, 8, 1), (128, 32, 8, 1))
+            ]
+        for tiling in tilings:
+            run = jax.jit(
+                lambda q, k, v, tiling=tiling: kernel.wide(*places, tiling=tiling)(
+                    q, k, v, Scoring(0.05)
+                )
+            )
+            ways[_told(tiling, kernel.FASTEST)] = partial(run, *given)
+        yield f"{name}: attention", ways
+
+
+def _told(tiling: Any, fastest: Any) -> str:
+    if tiling == fastest:
+        return "**kernel**"
+    pairs = zip(tiling._fields, tiling, fastest, strict=True)
+    return ", ".join(f"{name} {value}" for name, value, usual in pairs if value != usual)
+
+
+def _fla_space(given: tuple[Any, ...], batch: Any) -> Ways:
+    if not find_spec("fla"):
+        return {}
+    import torch
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    q, k, v, steps, kept, *_ = map(_torch, given)
+    each = v.shape[2] // q.shape[2]
+    q, k = (a.repeat_interleave(each, 2) for a in (q, k))
+    ends = _ends(batch)
+
+    def run() -> None:
+        chunk_simple_gla(q, k, v, g=kept, scale=1.0, cu_seqlens=ends)
+        torch.cuda.synchronize()
+
+    return {"fla, simple_gla": run}
+
+
+def _fla_delta(given: tuple[Any, ...], batch: Any) -> Ways:
+    if not find_spec("fla"):
+        return {}
+    import torch
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    q, k, v, written, kept, *_ = map(_torch, given)
+    each = v.shape[2] // q.shape[2]
+    q, k = (a.repeat_interleave(each, 2) for a in (q, k))
+    written, ends = written.to(torch.bfloat16), _ends(batch)
+
+    def run() -> None:
+        chunk_gated_delta_rule(
+            q, k, v, g=kept, beta=written, cu_seqlens=ends, use_qk_l2norm_in_kernel=True
+        )
+        torch.cuda.synchronize()
+
+    return {"fla": run}
+
+
+def _torch(array: Any) -> Any:
+    import torch
+
+    if array.ndim < 3:
+        return None
+    tensor = torch.from_dlpack(array)
+    return tensor.reshape(1, -1, *tensor.shape[2:])
+
+
+def _ends(batch: Any) -> Any:
+    """Return where documents end in the rows laid end to end; padding counts as a document."""
+    import torch
+
+    flat = np.asarray(batch.segments)
+    first = np.concatenate([np.ones((len(flat), 1), bool), flat[:, 1:] != flat[:, :-1]], axis=1)
+    ends = [*np.flatnonzero(first.reshape(-1)), flat.size]
+    return torch.tensor(ends, device="cuda", dtype=torch.int32)
+
+
+KINDS = {
+    "recurrence": recurrence,
+    "convolution": convolution,
+    "experts": experts,
+    "wide": wide,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default=",".join(KINDS))
+    parser.add_argument("--tokens", type=int, default=16_384)
+    parser.add_argument("--seconds", type=float, default=0.3)
+    parser.add_argument("--tilings", action="store_true")
+    options = parser.parse_args()
+    from spile.models.config.kernel_choice import KERNELS, RECURRENCES
+
+    for name, what in itertools.chain(KERNELS.items(), RECURRENCES.items()):
+        print(f"{name:8} {what}")
+    print("\n| milliseconds | | |\n|---|---|---|")
+    for kind in options.only.split(","):
+        for title, ways in KINDS[kind](options):
+            for name, run in ways.items():
+                try:
+                    told = f"{1e3 * timed(run, options.seconds):.3f}"
+                except Exception as error:  # a tiling that does not fit, or another version
+                    told = (str(error).splitlines() or [type(error).__name__])[0][:80]
+                print(f"| {title} | {name} | {told} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
