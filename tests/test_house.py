@@ -16,6 +16,7 @@ JAX = ("models/forward/", "run/", "compile/", "interop/jax_loader.py")
 
 # Modules that another file tests, because their behaviour shows only together with others.
 EXEMPT = {
+    "check/hf_gradients.py": "models/forward/test_gradient.py",
     "check/hf_modules.py": "check/test_reference.py",
     "check/latent_rows.py": "check/test_compare_sparse.py",
     "check/load.py": "check/test_compare.py",

@@ -84,7 +84,7 @@ class Reference:
         self._modules: list[Any] = attentions
         self._modeling: Any = sys.modules[type(blocks[0]).__module__]
         heads = getattr(self._body.config, "num_attention_heads", 0)
-        self._points = [
+        self.points = [
             # A model that scales its embeddings may do so inside that module or after it.
             Point("embed", blocks[0], "in", token_rows, whole=not embeds_itself(blocks[0]))
             if hasattr(self._body, "rotary_emb")
@@ -92,8 +92,8 @@ class Reference:
             Point("final_norm", find_part(self._body, "final_norm"), "out", token_rows),
         ]
         for i, block in enumerate(blocks):
-            self._points += block_points(block, f".{i}", heads)
-        whole = {point.name: point for point in self._points if point.whole}
+            self.points += block_points(block, f".{i}", heads)
+        whole = {point.name: point for point in self.points if point.whole}
         if missing := {*(changes or {})} - whole.keys():
             raise InputError(
                 f"check cannot recompute a change at {min(missing)}: no module of "
@@ -181,7 +181,7 @@ class Reference:
                 hooks.callback(delattr, module, "forward")
             for point, change in self._changes:
                 hooks.callback(_change(point, change).remove)
-            for point in self._points:  # (these hooks run after those of the changes)
+            for point in self.points:  # (these hooks run after those of the changes)
                 if wanted(point.name) or looked(point.name):
                     hooks.callback(_record(point, found).remove)
             if noise is not None:

@@ -25,6 +25,7 @@ from spile.models.config.arch import (
     SIDE_BY_SIDE,
     STATE_SPACE,
     Arch,
+    Layer,
 )
 from spile.models.sites import (
     AFTER,
@@ -92,7 +93,11 @@ class Tap:
 
     def shape(self, arch: Arch, seq_len: int) -> tuple[int, ...]:
         """Shape of one token's values: empty for a single number."""
-        sizes = axis_sizes(arch, seq_len, arch.layers[self.layer or 0])
+        return self.shape_in(arch, seq_len, arch.layers[self.layer or 0])
+
+    def shape_in(self, arch: Arch, seq_len: int, layer: Layer) -> tuple[int, ...]:
+        """The same in a layer of that kind, whatever the tap's own."""
+        sizes = axis_sizes(arch, seq_len, layer)
         if self.kind.largest_of:
             sizes["top"] = min(self.top or self.kind.top, sizes[self.kind.largest_of])
         whole = tuple(sizes[axis] for axis in self.kind.shape)

@@ -71,6 +71,7 @@ from spile.models.forward.ops import (
     xielu,
 )
 from spile.models.forward.pooling import Pooling
+from spile.models.forward.probes import by_token, lent, watched
 from spile.models.forward.sharding import Shards
 from spile.models.forward.splice import At, Change, Changes, in_block, in_scan
 from spile.models.forward.weights import Block, LayerSchedule, Params, WeightArrays
@@ -123,6 +124,9 @@ class _Run:
     changes: Changes
     scores_all: bool  # attention weights are tapped, so they are computed for every pair
     running: _Running = _Running(0, (0,))
+    watched: "_Watched | None" = None  # the values whose gradients are collected
+    aims: dict[str, list[int]] = field(default_factory=dict[str, list[int]])  # as `wanted`
+    remat: bool = False  # blocks are computed again in the backward pass, and keep nothing for it
 
     def by_rows(self, values: Array) -> Array:
         return self.shards.rows(values) if self.shards else values
@@ -144,15 +148,15 @@ class _Run:
         values = self.kept(values)
         return values[:, :, np.array(self.heads[kept])] if kept in self.heads else values
 
-    def shape(self, kept: BufferKey, layer: int) -> tuple[int, ...]:
+    def shape(self, kept: BufferKey, layer: Layer) -> tuple[int, ...]:
         """Return the shape in which the values of a site in one block are stored."""
         rows = self.tokens.size if self.columns is None else self.columns.size
         if self.pooling:
             rows = self.pooling.slots_of_all
         site, heads = kept[0], tuple(self.heads.get(kept, ()))
-        tap = Tap(site, layer, heads, self.tops.get(site, 0))
+        tap = Tap(site, 0, heads, self.tops.get(site, 0))
         moments = (2,) if self.pooling and self.pooling.by == MOMENTS else ()
-        return rows, *tap.shape(self.arch, self.tokens.shape[1]), *moments
+        return rows, *tap.shape_in(self.arch, self.tokens.shape[1], layer), *moments
 
     def of_tap(self, tap: Tap, kept: BufferKey, values: Array) -> Array:
         """[rows x kept, heads, ...] -> the heads of this tap, from those that were kept."""
@@ -161,6 +165,26 @@ class _Run:
         there = self.heads.get(kept) or range(values.shape[1])
         places = [there.index(head) for head in tap.heads]
         return values if len(places) == values.shape[1] else values[:, np.array(places)]
+
+    def watching(self, at: At, probes: Buffers, shapes: str) -> At:
+        """Return `at`, which also lets each probe receive the gradient of its site's values.
+
+        Args:
+            probes: those of one block, or of what comes before the blocks.
+            shapes: the kind of block that they are kept for.
+        """
+        if self.watched is None:
+            return at
+        form = self.watched.form
+
+        def seen(site: str, values: Array) -> Array:
+            values, kept = at(site, values), (site, shapes)
+            if kept not in probes:
+                return values
+            given = self.columns, self.pooling.slots if self.pooling else None
+            return watched(partial(form, kept), values, probes[kept], given)
+
+        return seen
 
     def kept(self, values: Array) -> Array:
         """[rows, seq, ...] -> [rows, kept, ...]: only the tokens that are kept."""
@@ -171,6 +195,29 @@ class _Run:
     def pooled(self, values: Array) -> Array:
         """[rows, kept, ...] -> [rows, slots, ...], if values are pooled."""
         return self.pooling.each_slot(values) if self.pooling else values
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """The sites whose gradients are collected, and the form in which they leave a backward pass."""
+
+    run: "_Run"  # as if the sites were taps
+    dtype: jnp.dtype
+
+    def form(
+        self, kept: BufferKey, cotangent: Array, given: tuple[Array | None, Array | None]
+    ) -> Array:
+        """[rows, seq, ...] -> [rows x kept, ...]; `given`: the columns, and slots of pooled rows.
+
+        (A backward pass may read no array of the forward pass but those that it is given.)
+        """
+        columns, slots = given
+        pooling = self.run.pooling
+        if pooling is not None:
+            assert slots is not None
+            pooling = replace(pooling, slots=slots)
+        run = replace(self.run, columns=columns, pooling=pooling)
+        return run.flat(run.pooled(run.chosen(kept, cotangent))).astype(self.dtype)
 
 
 class Inputs(NamedTuple):
@@ -189,6 +236,7 @@ class Inputs(NamedTuple):
 Beside = tuple[Array | None, Lent | None]
 # Stages outside the blocks; any other stage is a block, known by its kind.
 BEFORE, AFTER = "before_blocks", "after_blocks"
+_OUTER = ("embed", "resid_pre")  # sites before the blocks
 
 
 @dataclass(frozen=True)
@@ -203,6 +251,11 @@ class Decoder:
     splice: Changes = field(default_factory=dict[Tap, Change])
     scores_all: bool = False  # attention weights of some block are tapped, not only of these taps
     pool: str | None = None  # "mean" or "max": values leave it reduced, in float32
+    # For a backward pass (`gradient.py`): the taps at whose values it ends, those from which it
+    # starts, and whether blocks are computed again instead of keeping what they need.
+    sites: tuple[Tap, ...] = ()
+    aims: tuple[Tap, ...] = ()
+    remat: bool = False
 
     def forward(self, params: Params, inputs: Inputs, schedule: LayerSchedule) -> dict[str, Array]:
         """Run the model down to the deepest tap; return each tap's values [rows x kept, ...].
@@ -211,8 +264,19 @@ class Decoder:
         With `pool`, the values of each slot are reduced: [rows x slots, ...]. Where the model is
         spliced, it continues with the changed values, and the tap holds those.
         """
+        return self.differentiable(params, inputs, schedule, {})[0]
+
+    def differentiable(
+        self, params: Params, inputs: Inputs, schedule: LayerSchedule, probes: Buffers
+    ) -> tuple[dict[str, Array], dict[str, Array], Buffers]:
+        """Run the model; return each tap's values, those of the aims, and the probes.
+
+        The values of aims [rows, seq, ...] are those of all tokens. With sites, only they can be
+        differentiated, with respect to the probes (`probes` makes them).
+        """
         taps, run = self.taps, self._run(inputs)
-        x, by_layer, outer = _embed(params.outer, run)
+        outer_shapes = self.arch.layers[0].shapes
+        x, by_layer, outer = _embed(params.outer, run, probes=probes, shapes=outer_shapes)
         dtypes = {tap.site: self._dtype_of(tap) for tap in taps}
         dtypes["resid_post"] = self._dtype_of(Tap("resid_post", 0))  # `resid_pre` is read there
         out = {
@@ -220,17 +284,69 @@ class Decoder:
             for tap in map(computed_as, taps)
             if tap.site in outer
         }
-        x, buffers = _run_blocks(params, x, by_layer, run, schedule, dtypes)
-        if run.wanted.keys() & set(AFTER_BLOCKS):
-            outer = _after_blocks(params.outer, x, run)
-            pooled = {site: run.pooled(values) for site, values in outer.items()}
+        x, found = _run_blocks(params, x, by_layer, run, schedule, dtypes, probes)
+        after = {tap.site for tap in taps} & {*AFTER_BLOCKS}
+        if after:
+            values = _after_blocks(params.outer, x, run)
+            pooled = {site: run.pooled(values) for site, values in values.items()}
             out |= {site: run.flat(a).astype(dtypes[site]) for site, a in pooled.items()}
         for tap in taps:
             met = computed_as(tap)
-            if met.layer is not None and (kept := _kept_as(met, self.arch)) in buffers:
-                values = buffers[kept][_layers_kept(run)[kept].index(met.layer)]
+            if met.layer is not None and (kept := _kept_as(met, self.arch)) in found.taps:
+                values = found.taps[kept][_layers_kept(run, run.wanted)[kept].index(met.layer)]
                 out[tap.name] = run.of_tap(tap, kept, values)
-        return {tap.name: out[tap.name] for tap in taps}
+        if self.sites:
+            out = jax.lax.stop_gradient(out)
+        aimed: dict[str, Array] = {}
+        for tap in self.aims:
+            met = computed_as(tap)
+            if tap.site in AFTER_BLOCKS:
+                aimed[tap.name] = _aimed_after(params.outer, x, run, tap.site)
+            elif met.site in outer:
+                aimed[tap.name] = outer[met.site]
+            else:
+                kept = _kept_as(met, self.arch)
+                place = _layers_kept(run, run.aims)[kept].index(met.layer or 0)
+                aimed[tap.name] = found.aims[kept][place]
+        return {tap.name: out[tap.name] for tap in taps}, aimed, found.probes
+
+    def probes(self, inputs: Inputs, schedule: LayerSchedule) -> Buffers:
+        """Return zeros for the gradients of all sites, to differentiate with respect to."""
+        watched = self._run(inputs).watched
+        assert watched
+        found: Buffers = {}
+        for site, layers in watched.run.wanted.items():
+            if not layers:  # before the blocks
+                kept = site, self.arch.layers[0].shapes
+                shape = watched.run.shape(kept, self.arch.layers[0])
+                found[kept] = jnp.zeros(shape, watched.dtype)
+        for kept, layers in _layers_kept(watched.run, watched.run.wanted).items():
+            slots = len(layers) + _spare(layers, schedule)
+            shape = slots, *watched.run.shape(kept, self.arch.layers[layers[0]])
+            found[kept] = jnp.zeros(shape, watched.dtype)
+        if self.shards:
+            runs = self.shards.runs
+            found = {kept: runs(a, lead=int(kept[0] not in _OUTER)) for kept, a in found.items()}
+        return found
+
+    def gradients(
+        self, found: Buffers, inputs: Inputs, schedule: LayerSchedule
+    ) -> dict[str, Array]:
+        """Return the gradients of each site [rows x kept, ...], from those of the probes."""
+        run = self._run(inputs)
+        assert run.watched
+        of_sites = run.watched.run
+        out: dict[str, Array] = {}
+        for tap in self.sites:
+            met = computed_as(tap)
+            kept = _kept_as(met, self.arch)
+            if met.layer is None or met.site == "resid_pre":
+                out[tap.name] = found[kept]
+                continue
+            layers = _layers_kept(of_sites, of_sites.wanted)[kept]
+            place = layers.index(met.layer) + _spare(layers, schedule)
+            out[tap.name] = of_sites.of_tap(tap, kept, found[kept][place])
+        return out
 
     def stage(
         self,
@@ -253,21 +369,67 @@ class Decoder:
             The stream that leaves the stage; the values that later stages need (each block's own
             embeddings from `BEFORE`, keys and values from a block that lends); the tapped values.
         """
-        run = self._run(inputs, kind.shapes if isinstance(kind, Layer) else "")
+        return self.differentiable_stage(kind, weights, stream, beside, inputs, {})[:3]
+
+    def differentiable_stage(
+        self,
+        kind: Layer | str,
+        weights: WeightArrays,
+        stream: Hidden | None,
+        beside: Beside,
+        inputs: Inputs,
+        probes: Buffers,
+    ) -> tuple[Hidden | None, Any, SiteValues, SiteValues]:
+        """The same with probes for the stage's sites; also return the values of its aims."""
+        shapes = kind.shapes if isinstance(kind, Layer) else ""
+        run = self._run(inputs, shapes)
         if kind == BEFORE:
-            x, by_layer, values = _embed(weights, run, stream)
+            x, by_layer, values = _embed(weights, run, stream, probes=probes)
             layers = range(self.arch.num_layers)
             own = () if by_layer is None else tuple(by_layer[:, :, n] for n in layers)
-            return x, own, self._as_stored(values, run)
+            return x, own, self._as_stored(values, run), self._aimed(values)
         assert stream is not None
         if kind == AFTER:
-            values = _after_blocks(weights, stream, run)
-            flat = {tap: run.flat(run.pooled(values[tap.site])) for tap in self.taps}
-            return None, None, {tap.name: a.astype(self._dtype_of(tap)) for tap, a in flat.items()}
+            flat: SiteValues = {}
+            if self.taps:
+                values = _after_blocks(weights, stream, run)
+                for tap in self.taps:
+                    found = run.flat(run.pooled(values[tap.site]))
+                    flat[tap.name] = found.astype(self._dtype_of(tap))
+            aimed = {t.name: _aimed_after(weights, stream, run, t.site) for t in self.aims}
+            return None, None, flat, aimed
         assert isinstance(kind, Layer)
-        x, lends, values = _block(stream, weights, kind, run, in_block(run.changes, 0), *beside)
+        at = run.watching(in_block(run.changes, 0), probes, shapes)
+        x, lends, values = _block(stream, weights, kind, run, at, *beside)
         lends = lends if self.arch.lends and not kind.borrows else None
-        return x, lends, self._as_stored(values, run, kind.shapes)
+        return x, lends, self._as_stored(values, run, shapes), self._aimed(values)
+
+    def stage_probes(self, kind: Layer | str, inputs: Inputs) -> Buffers:
+        """Return zeros for the gradients of a stage's sites."""
+        shapes = kind.shapes if isinstance(kind, Layer) else ""
+        watched = self._run(inputs, shapes).watched
+        found: Buffers = {}
+        for tap in self.sites if watched else ():
+            assert watched
+            layer = kind if isinstance(kind, Layer) else self.arch.layers[0]
+            shape = watched.run.shape((tap.site, shapes), layer)
+            zeros = jnp.zeros(shape, watched.dtype)
+            found[tap.site, shapes] = self.shards.runs(zeros) if self.shards else zeros
+        return found
+
+    def stage_gradients(self, kind: Layer | str, found: Buffers, inputs: Inputs) -> SiteValues:
+        """Return the gradients of a stage's sites [rows x kept, ...], from those of its probes."""
+        shapes = kind.shapes if isinstance(kind, Layer) else ""
+        watched = self._run(inputs, shapes).watched
+        of_tap = watched.run.of_tap if watched else None
+        return {
+            tap.name: of_tap(tap, (tap.site, shapes), found[tap.site, shapes])
+            for tap in self.sites
+            if of_tap
+        }
+
+    def _aimed(self, values: SiteValues) -> SiteValues:
+        return {tap.name: values[tap.site] for tap in self.aims}
 
     def _as_stored(self, values: SiteValues, run: _Run, shapes: str = "") -> SiteValues:
         """Return the values of each tap [rows x kept, ...], for the heads that it names."""
@@ -298,14 +460,21 @@ class Decoder:
             rope.frequencies(dim, arch.rope_positions)
             for rope, dim in zip(arch.ropes, arch.rope_dims, strict=True)
         ]
-        wanted = _layers_by_site(self.taps)
-        return _Run(
+        wanted, aims = _layers_by_site(self.taps), _layers_by_site(self.aims)
+        patterns = "attn_pattern" in {**wanted, **aims}
+        run = _Run(
             arch, tokens, positions, segments, columns, pooling,
             tuple(rotary_angles(positions, *each) for each in frequencies),
             attends, wanted, _heads_kept(self.taps, arch, shapes),
             {t.site: t.shape(arch, tokens.shape[1])[-1] for t in self.taps if t.kind.largest_of},
-            shards, changed_places(self.splice), self.scores_all or "attn_pattern" in wanted,
+            shards, changed_places(self.splice), self.scores_all or patterns,
+            aims=aims, remat=self.remat,
         )  # fmt: skip
+        if not self.sites:
+            return run
+        heads = _heads_kept(self.sites, arch, shapes)
+        of_sites = replace(run, wanted=_layers_by_site(self.sites), heads=heads)
+        return replace(run, watched=_Watched(of_sites, self._dtype_of(self.sites[0])))
 
 
 def changed_places(splice: Changes) -> dict[Tap, Change]:
@@ -337,7 +506,12 @@ def _stage_of(tap: Tap, depth: int) -> int:
 
 
 def _embed(
-    outer: WeightArrays, run: _Run, embedded: Hidden | None = None
+    outer: WeightArrays,
+    run: _Run,
+    embedded: Hidden | None = None,
+    *,
+    probes: Buffers | None = None,
+    shapes: str = "",
 ) -> tuple[Hidden, Float[Array, "rows seq layers inner"] | None, SiteValues]:
     """The stream that enters the first block, the embeddings of all blocks' own, if they have some,
     and the values that can be tapped before the blocks.
@@ -350,14 +524,14 @@ def _embed(
     found = scaled(found, arch.embed_scale)
     if arch.embed_bare_norm:
         found = norm(found, None, None, arch.norm, arch.norm_eps)
-    x = found = in_block(run.changes)("embed", found)
+    x = found = run.watching(in_block(run.changes), probes or {}, shapes)("embed", found)
     by_layer = _layer_embeds(outer, found, run) if arch.layer_embed else None
     x = _normed(x, "embed_norm", block=outer, arch=arch)
     if "positions" in outer:
         x = x + outer["positions"][run.positions + arch.position_offset]
     if arch.wide_stream:
         x = x.astype(jnp.float32)
-    x = in_block(run.changes, 0)("resid_pre", x)
+    x = run.watching(in_block(run.changes, 0), probes or {}, shapes)("resid_pre", x)
     return x, by_layer, {"embed": found, "resid_pre": x}
 
 
@@ -401,10 +575,10 @@ def _kept_as(tap: Tap, arch: Arch) -> BufferKey:
     return tap.site, arch.layers[tap.layer or 0].shapes
 
 
-def _layers_kept(run: _Run) -> dict[BufferKey, list[int]]:
+def _layers_kept(run: _Run, wanted: dict[str, list[int]]) -> dict[BufferKey, list[int]]:
     """The layers to keep for each site that has some, by their shapes, ascending."""
     found: dict[BufferKey, list[int]] = {}
-    for site, layers in run.wanted.items():
+    for site, layers in wanted.items():
         for layer in layers:
             found.setdefault((site, run.arch.layers[layer].shapes), []).append(layer)
     return found
@@ -423,6 +597,23 @@ def _heads_kept(
     return {kept: sorted(some) for kept, some in heads.items() if kept not in whole}
 
 
+class _Carried(NamedTuple):
+    """What passes from block to block beside the stream."""
+
+    taps: Buffers
+    aims: Buffers
+    probes: Buffers
+
+
+def _spare(layers: list[int], schedule: LayerSchedule) -> int:
+    """The slots of a site's probes that collect what nobody asked for: 1, or none.
+
+    In a backward pass a scanned block that is not asked for writes to the slot of the next one
+    below, which overwrites it later; the last of them may need a slot to throw away.
+    """
+    return int(any(schedule.lead <= n < layers[0] for n in range(schedule.scanned)))
+
+
 def _run_blocks(
     params: Params,
     x: Hidden,
@@ -430,18 +621,36 @@ def _run_blocks(
     run: _Run,
     schedule: LayerSchedule,
     dtypes: dict[str, jnp.dtype],
-) -> tuple[Hidden, Buffers]:
-    sites = _layers_kept(run)
+    probes: Buffers,
+) -> tuple[Hidden, _Carried]:
+    sites, aims = _layers_kept(run, run.wanted), _layers_kept(run, run.aims)
+    of_probes = run.watched.run.wanted if run.watched and probes else {}
+    seen = _layers_kept(run, of_probes)
     # Only blocks before the scan lend: see `Arch.lead`.
-    lent: dict[int | None, Lent | None] = {}
+    lending: dict[int | None, Lent | None] = {}
     # slots[kept][layer]: where that block's value goes (see the module docstring)
-    slots = {s: np.searchsorted(layers, np.arange(schedule.scanned)) for s, layers in sites.items()}
+    scanned = np.arange(schedule.scanned)
+    slots, aim_slots = (
+        {s: np.searchsorted(layers, scanned) for s, layers in each.items()}
+        for each in (sites, aims)
+    )
+    spare = {s: _spare(layers, schedule) for s, layers in seen.items()}
+    seen_slots = {
+        s: np.maximum(np.searchsorted(layers, scanned, side="right") - 1 + spare[s], 0)
+        for s, layers in seen.items()
+    }
 
     def tapped(values: SiteValues, layer: Layer) -> Buffers:
         """The kept values of the sites that this block has."""
         own = [kept for kept in sites if kept[1] == layer.shapes and kept[0] in values]
         chosen = {kept: run.chosen(kept, values[kept[0]]) for kept in own}
-        return {kept: run.flat(run.pooled(a)).astype(dtypes[kept[0]]) for kept, a in chosen.items()}
+        found = {kept: run.flat(run.pooled(a)) for kept, a in chosen.items()}
+        stored = {kept: a.astype(dtypes[kept[0]]) for kept, a in found.items()}
+        return jax.lax.stop_gradient(stored) if run.watched else stored
+
+    def aimed(values: SiteValues, layer: Layer) -> Buffers:
+        own = [s for s in aims if s[1] == layer.shapes and s[0] in values]
+        return {s: values[s[0]].astype(aim_buffers[s].dtype) for s in own}
 
     def put(buffers: Buffers, values: Buffers, slot: Buffers) -> Buffers:
         return buffers | {
@@ -449,62 +658,109 @@ def _run_blocks(
             for kept, value in values.items()
         }
 
+    def run_block(
+        x: Hidden,
+        block: Block,
+        here: _Run,
+        layer: Layer,
+        at: At,
+        own: Array | None,
+        probes: Buffers,
+    ) -> tuple[Hidden, Lent | None, SiteValues]:
+        def made(
+            x: Hidden, block: Block, own: Array | None, lent: Lent | None, probes: Buffers
+        ) -> tuple[Hidden, Lent | None, SiteValues]:
+            watching = here.watching(at, probes, layer.shapes)
+            return _block(x, block, layer, here, watching, own, lent)
+
+        # (In a scan nothing merges the two computations; elsewhere a barrier must prevent it.)
+        alone = isinstance(here.running.layer, int)
+        again = jax.checkpoint(made, prevent_cse=alone) if run.remat else made
+        return again(x, block, own, lending.get(layer.window), probes)
+
     def apart(
-        stream: Hidden, buffers: Buffers, blocks: tuple[Block, ...], first: int
-    ) -> tuple[Hidden, Buffers]:
+        stream: Hidden, carried: _Carried, blocks: tuple[Block, ...], first: int
+    ) -> tuple[Hidden, _Carried]:
+        taps, aim_values, watching = carried
         for layer, block in enumerate(blocks, first):
             at, kind = in_block(run.changes, layer), run.arch.layers[layer]
             here = replace(run, running=_Running(layer, (layer,)))
-            stream, lends, values = _block(
-                stream, block, kind, here, at, own_of(layer), lent.get(kind.window)
-            )
-            lent[kind.window] = lends or lent.get(kind.window)
+            own: Buffers = {}
+            for kept, layers in seen.items():
+                if layer in layers:
+                    slot = jnp.asarray(layers.index(layer) + spare[kept])
+                    own[kept], buffer = lent(watching[kept], slot)
+                    watching = {**watching, kept: buffer}
+            stream, lends, values = run_block(stream, block, here, kind, at, own_of(layer), own)
+            lending[kind.window] = lends or lending.get(kind.window)
             for kept, value in tapped(values, kind).items():
                 if layer in sites[kept]:
-                    buffers[kept] = buffers[kept].at[sites[kept].index(layer)].set(value)
-        return stream, buffers
+                    taps[kept] = taps[kept].at[sites[kept].index(layer)].set(value)
+            for kept, value in aimed(values, kind).items():
+                if layer in aims[kept]:
+                    at_slot = aim_values[kept].at[aims[kept].index(layer)]
+                    aim_values = {**aim_values, kept: at_slot.set(value)}
+        return stream, _Carried(taps, aim_values, watching)
 
     def cycle(
-        carry: tuple[Hidden, Buffers],
-        layers: tuple[tuple[Block, ...], Buffers, Array | None],
-    ) -> tuple[tuple[Hidden, Buffers], None]:
-        stream, buffers = carry
-        blocks, slot, number = layers
+        carry: tuple[Hidden, _Carried],
+        layers: tuple[tuple[Block, ...], tuple[Buffers, Buffers, Buffers], Array | None],
+    ) -> tuple[tuple[Hidden, _Carried], None]:
+        stream, carried = carry
+        blocks, slots, number = layers
         for place, block in enumerate(blocks):
             at, kind = in_scan(run.changes, place, schedule, number), repeated[place]
             first = schedule.lead + place
             layer = None if number is None else first + schedule.period * number
             alike = range(first, schedule.scanned, schedule.period)
             here = replace(run, running=_Running(layer, alike))
-            stream, _, values = _block(
-                stream, block, kind, here, at, own_of(layer), lent.get(kind.window)
+            slot, aim_slot, seen_slot = (
+                {kept: each[place] for kept, each in some.items()} for some in slots
             )
-            own = {kept: each[place] for kept, each in slot.items()}
-            buffers = put(buffers, tapped(values, kind), own)
-        return (stream, buffers), None
+            probes, watching = dict[BufferKey, Array](), dict(carried.probes)
+            for kept in seen:
+                if kept[1] == kind.shapes:
+                    probes[kept], watching[kept] = lent(watching[kept], seen_slot[kept])
+            stream, _, values = run_block(stream, block, here, kind, at, own_of(layer), probes)
+            carried = _Carried(
+                put(carried.taps, tapped(values, kind), slot),
+                put(carried.aims, aimed(values, kind), aim_slot),
+                watching,
+            )
+        return (stream, carried), None
 
     def own_of(layer: Array | int | None) -> Array | None:
         if by_layer is None:
             return None
         return jax.lax.dynamic_index_in_dim(by_layer, layer, axis=2, keepdims=False)
 
+    def by_cycle(slots: dict[BufferKey, np.ndarray]) -> Buffers:
+        scanned = {s: each[schedule.lead :] for s, each in slots.items()}
+        return {s: jnp.asarray(each.reshape(-1, schedule.period)) for s, each in scanned.items()}
+
     repeated = run.arch.layers[schedule.lead :]
     most = {s: max(len(layers), int(slots[s].max(initial=0)) + 1) for s, layers in sites.items()}
     buffers = {
-        s: jnp.zeros((most[s], *run.shape(s, layers[0])), dtypes[s[0]])
+        s: jnp.zeros((most[s], *run.shape(s, run.arch.layers[layers[0]])), dtypes[s[0]])
         for s, layers in sites.items()
     }
     if run.shards:
         buffers = {s: run.shards.runs(buffer, lead=1) for s, buffer in buffers.items()}
-    x, buffers = apart(x, buffers, params.lead, 0)
+    aim_buffers: Buffers = {}
+    for s, layers in aims.items():
+        rows = max(len(layers), int(aim_slots[s].max(initial=0)) + 1)
+        shape = Tap(s[0], layers[0]).shape(run.arch, run.tokens.shape[1])
+        dtype = jnp.float32 if SITES[s[0]].dtype == "float32" else x.dtype
+        aim_buffers[s] = jnp.zeros((rows, *run.tokens.shape, *shape), dtype)
+    carried = _Carried(buffers, aim_buffers, probes)
+    x, carried = apart(x, carried, params.lead, 0)
     if schedule.cycles:
-        later = {s: v[schedule.lead :] for s, v in slots.items()}
-        by_cycle = {s: jnp.asarray(v.reshape(-1, schedule.period)) for s, v in later.items()}
+        xs = params.cycle, (by_cycle(slots), by_cycle(aim_slots), by_cycle(seen_slots))
         looks = any(SITES[site].of_chosen for site in run.wanted)
         counted = run.changes or by_layer is not None or looks
         numbers = jnp.arange(schedule.cycles) if counted else None
-        (x, buffers), _ = jax.lax.scan(cycle, (x, buffers), (params.cycle, by_cycle, numbers))
-    return apart(x, buffers, params.tail, schedule.scanned)
+        (x, carried), _ = jax.lax.scan(cycle, (x, carried), (*xs, numbers))
+    return apart(x, carried, params.tail, schedule.scanned)
 
 
 def _block(
@@ -846,18 +1102,55 @@ def _after_blocks(outer: WeightArrays, x: Hidden, run: _Run) -> SiteValues:
     out = {"final_norm": normed} if "final_norm" in wanted else {}
     if not any(SITES[site].head for site in wanted):
         return out
+    weights, following, has_next = _head_of(outer, run)
+    tokens = run.kept(following), run.kept(has_next)
+    predict = partial(_predicted, arch, wanted, run.tops)
+    found = partial(predict, weights=weights)
+    return out | in_slices(found, (normed, *tokens), _head_slices(normed, arch))
+
+
+def _aimed_after(outer: WeightArrays, x: Hidden, run: _Run, site: str) -> Array:
+    """The values of all tokens at a site after the blocks, to be differentiated."""
+    arch = run.arch
+    normed = _normed(x, "final_norm", block=outer, arch=arch)
+    if site == "final_norm":
+        return normed
+    weights, following, has_next = _head_of(outer, run)
+
+    def predict(hidden: Hidden, targets: Places, known: Array, weights: WeightArrays) -> Array:
+        return _predicted(arch, {site: []}, {}, hidden, targets, known, weights)[site]
+
+    if SITES[site].shape:
+        return predict(normed, following, has_next, weights)
+    return by_token(predict, _head_slices(normed, arch), normed, (following, has_next), weights)
+
+
+def _head_of(outer: WeightArrays, run: _Run) -> tuple[WeightArrays, Places, Array]:
+    """Return the head's arrays, the token after each, and whether there is one."""
     head = outer["embed"] if "head" not in outer else outer["head"]
+    bias = {"head_bias": outer["head_bias"]} if "head_bias" in outer else {}
     following = jnp.roll(run.tokens, -1, axis=1)
     has_next = (jnp.roll(run.segments, -1, axis=1) == run.segments).at[:, -1].set(False)
-    following, has_next = run.kept(following), run.kept(has_next)
+    return {"head": head, **bias}, following, has_next
 
-    def predict(hidden: Hidden, targets: Places, known: Array) -> SiteValues:
-        logits = linear(hidden.astype(head.dtype), head, outer.get("head_bias"))
-        logits = scaled(logits, arch.logit_scale)
-        logits = softcap(logits, arch.logit_softcap)
-        found = next_token(logits, targets, known, wanted, run.tops)
-        return found | ({"logits": logits} if "logits" in wanted else {})
 
-    rows, kept, _ = normed.shape
-    slices = -(-rows * kept * arch.vocab_size // _HEAD_VALUES)
-    return out | in_slices(predict, (normed, following, has_next), slices)
+def _head_slices(hidden: Hidden, arch: Arch) -> int:
+    return -(-hidden.shape[0] * hidden.shape[1] * arch.vocab_size // _HEAD_VALUES)
+
+
+def _predicted(
+    arch: Arch,
+    wanted: dict[str, list[int]],
+    tops: dict[str, int],
+    hidden: Hidden,
+    targets: Places,
+    known: Array,
+    weights: WeightArrays,
+) -> SiteValues:
+    """The values of sites that need the head, from normalised values."""
+    head = weights["head"]
+    logits = linear(hidden.astype(head.dtype), head, weights.get("head_bias"))
+    logits = scaled(logits, arch.logit_scale)
+    logits = softcap(logits, arch.logit_softcap)
+    found = next_token(logits, targets, known, wanted, tops)
+    return found | ({"logits": logits} if "logits" in wanted else {})

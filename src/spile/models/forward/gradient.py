@@ -1,0 +1,100 @@
+"""Gradients of an objective with respect to the values at chosen sites: one backward pass for all.
+
+The model is linear in small changes of the values at its sites. `linearized` runs it and returns
+that map's transpose, the pullback: from cotangents at the aims (the taps that an objective reads)
+to gradients at the sites. No gradient of a weight is computed. With `Decoder.remat` each block is
+computed again in the backward pass; otherwise the forward pass keeps what each block needs.
+
+`stage_pulled_back` is the same for one stage of a model that runs block by block: it takes the
+stream that entered the stage, and computes the stage again.
+"""
+
+# Strict, but for values that jax's own types leave unknown.
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from spile.models.config.arch import Layer
+from spile.models.forward.decoder import Beside, Decoder, Inputs, SiteValues
+from spile.models.forward.ops import Hidden
+from spile.models.forward.weights import LayerSchedule, Params, WeightArrays
+
+# Cotangents of the aims [rows, seq, ...] -> gradients of the sites [rows x kept, ...], by tap.
+Pullback = Callable[[SiteValues], SiteValues]
+
+
+def linearized(
+    decoder: Decoder, params: Params, inputs: Inputs, schedule: LayerSchedule
+) -> tuple[SiteValues, SiteValues, Pullback]:
+    """Run a model; return its taps, the values of its aims, and the pullback to its sites.
+
+    The pullback can be called several times, and mapped by `jax.lax.map` or `jax.vmap`.
+
+    Args:
+        decoder: with `sites` and `aims`. Its attention must have a backward pass.
+        schedule: of blocks as far as the last tap and the last aim.
+    """
+    probes = decoder.probes(inputs, schedule)
+
+    def run(probes: Any) -> tuple[Any, SiteValues]:
+        values, aims, after = decoder.differentiable(params, inputs, schedule, probes)
+        return (aims, after), values
+
+    (aims, _), pull, values = jax.vjp(run, probes, has_aux=True)
+
+    def pullback(cotangents: SiteValues) -> SiteValues:
+        typed = {name: cotangents[name].astype(value.dtype) for name, value in aims.items()}
+        (found,) = pull((typed, jax.tree.map(jnp.zeros_like, probes)))
+        return decoder.gradients(found, inputs, schedule)
+
+    return values, aims, pullback
+
+
+class Cotangents(NamedTuple):
+    """Cotangents of what leaves a stage: of the stream, of what later stages read, of its aims."""
+
+    stream: Hidden | None
+    onward: Any
+    aims: SiteValues
+
+
+def stage_pulled_back(
+    decoder: Decoder,
+    kind: Layer | str,
+    weights: WeightArrays,
+    entering: tuple[Hidden | None, Beside],
+    inputs: Inputs,
+    cotangents: Cotangents,
+) -> tuple[Hidden | None, Beside, SiteValues]:
+    """Return the cotangents of what entered a stage, and the gradients of the stage's sites.
+
+    Args:
+        entering: the stream that entered, and what the stage read beside it.
+        cotangents: of what left the stage; None where nothing later depends on it.
+    """
+    probes = decoder.stage_probes(kind, inputs)
+
+    def run(entering: tuple[Hidden | None, Beside], probes: Any) -> Cotangents:
+        stream, onward, _, aims = decoder.differentiable_stage(
+            kind, weights, *entering, inputs, probes
+        )
+        return Cotangents(stream, onward, aims)
+
+    left, pull = jax.vjp(run, entering, probes)
+
+    known = Cotangents(*map(_typed, left, cotangents))
+    (stream, beside), found = pull(known)
+    return stream, beside, decoder.stage_gradients(kind, found, inputs)
+
+
+def _typed(values: Any, cotangents: Any) -> Any:
+    """Return cotangents in the dtypes of their values; zeros where none are known."""
+    if cotangents is None:
+        return jax.tree.map(jnp.zeros_like, values)
+    return jax.tree.map(lambda value, own: own.astype(value.dtype), values, cotangents)
