@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from spile.cli.model import compile_text
-from spile.compile.step import Question, compile_step
+from spile.compile.step import Compiled, Question, compile_step
 from spile.compile.targets import CompileTarget, find_target
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError
@@ -102,6 +102,43 @@ def test_changes_are_compiled_with_the_step_and_counted(config: Path, tmp_path: 
     products = 4 * 2 * 64 + 4 * 64 * 4096
     assert changed.flops - clean.flops == 128 * products
     assert changed.weights - clean.weights == 4 * (2 * 64 + 2 * 64 * 4096)  # in float32
+
+
+def test_pooled_rows_and_sums_are_compiled_with_the_step_and_counted(config: Path) -> None:
+    arch, target, runtime = read_arch(str(config)), find_target(None, None), Runtime(
+        batch_tokens=128
+    )  # fmt: skip
+
+    def compiled(**options: str) -> Compiled:
+        recipe = Recipe(taps="resid_post:0", seq_len=64, **options)
+        question = Question(arch, recipe, runtime, target)
+        return compile_step(question, question.layout())
+
+    dense, pooled, sums = compiled(), compiled(pool="mean"), compiled(reduce="mean,cov")
+    assert pooled.taps < dense.taps and "room for 4 documents" in " ".join(pooled.notes)
+    assert sums.flops - dense.flops == 2 * 128 * 64 * 64, "of the products"
+    assert sums.taps >= 4 * 2 * 64 * 64 and sums.store_dtype == "float64"
+    for options, why in (
+        ({"pool": "mean", "store_dtype": "int8"}, "int8 saves little"),
+        ({"reduce": "cov:resid_post.0"}, "leave resid_post.0 out of --taps"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            compiled(**options)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [
+    ("--pool", "max"), ("--reduce", "mean,var"), ("--reduce", "mean,cov"),
+    ("--reduce", "cov:resid_post.2"),
+])  # fmt: skip
+def test_pooled_steps_are_compiled_for_a_mesh(config: Path, options: tuple[str, str]) -> None:
+    result = run(
+        "--model", config, "--taps", "resid_post:0-1,logprob", "--topology", "v5e-4", "--on", "cpu",
+        "--mesh", "data=2,model=2", "--batch-tokens", "128", "--seq-len", "64", "--json", *options,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["fits"] is True and found["collectives"]["all-reduce"]["count"] > 0
 
 
 @pytest.mark.full

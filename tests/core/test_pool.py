@@ -56,6 +56,7 @@ def test_only_mean_and_max_compute_values() -> None:
      Pool(MOMENTS, labels=("label", "role"))),
     (("mean,cov", "label"), "reduce mean,cov by label", Pool(COVARIANCE, labels=("label",))),
     (("var,cov", None), "reduce mean,cov", Pool(COVARIANCE, labels=())),
+    (("moments", None), "reduce mean,cov", Pool(COVARIANCE, labels=())),
     (("cov:resid_post.3", "label"), "reduce mean,cov:resid_post.3 by label",
      Pool(COVARIANCE, labels=("label",), beside="resid_post.3")),
     (("mean", "a b"), "reduce mean by a b", Pool("mean", labels=("a b",))),

@@ -87,7 +87,7 @@ def add_compile(verbs: Verbs) -> None:
     sub.switch("--search", "compile for every suitable mesh")
     sub.add("--on", "which compiler [libtpu, else cpu]", "libtpu|cpu|here")
     for name in ("weights", "seq-len", "batch-tokens", "compute-dtype", "store-dtype", "encode",
-                 "latents", "attn-top", "top-logits", "splice"):  # fmt: skip
+                 "latents", "attn-top", "top-logits", "splice", "pool", "reduce"):  # fmt: skip
         sub.add(f"--{name}", "as for extract", "X")
 
 
@@ -101,7 +101,7 @@ def compile(arguments: argparse.Namespace) -> None:
     from spile.run.pipeline.display import waiting
 
     names = ("model", "taps", "seq_len", "compute_dtype", "store_dtype", "encode", "latents",
-             "attn_top", "top_logits", "splice")  # fmt: skip
+             "attn_top", "top_logits", "splice", "pool", "reduce")  # fmt: skip
     recipe = Recipe(**{name: getattr(arguments, name) for name in names})
     names = ("batch_tokens", "mesh", "fsdp")
     runtime = Runtime(

@@ -26,8 +26,9 @@ from spile.compile.collectives import Collective, added, read_collectives, sent_
 from spile.compile.targets import CompileTarget
 from spile.core.config import Recipe, Runtime, activation_dtype
 from spile.core.errors import ConfigError
+from spile.core.pool import COVARIANCE, Pool
 from spile.core.tensors import DTYPES_BY_NAME
-from spile.corpus.pack import Batch
+from spile.corpus.pack import Batch, labels_for, slots_for
 from spile.models.config.arch import Arch
 from spile.models.config.specs import (
     array_axes,
@@ -47,6 +48,7 @@ from spile.models.taps import Tap
 from spile.plan.compute_dtype import settled_compute_dtype
 from spile.plan.encoders import stored_taps
 from spile.plan.estimate import chosen_layout, row_quantum
+from spile.plan.pooling import reducing, refuse_sums
 from spile.plan.residency import Machine, Residency, choose_residency, streamed_bytes
 from spile.plan.roofline import MEMORY_SHARE, Roofline, Workload, sweet_spot
 from spile.plan.tapped import seq_len_of, taps_of
@@ -57,6 +59,8 @@ from spile.run.step.sweep import Sweep, SweepOptions
 
 _UNIT_TOKENS = 4_000_000  # tokens of a unit by default: the longest sweep
 _CONTEXTS = 16  # contexts in a row: cuDNN's kernel is compiled for a fixed maximum
+_SPANS = 4  # in a packed row, of pooled values: their number is the corpus's
+_LABELS = 2  # in a unit, of a covariance
 _TOO_LARGE = ("RESOURCE_EXHAUSTED", "HbmOom", "exceeds available", "out of memory")
 
 
@@ -114,7 +118,9 @@ class Question:
     def __post_init__(self) -> None:
         if not self.recipe.taps:
             raise ConfigError("--taps is missing; give at least one tap, e.g. resid_post:12")
-        taps_of(self.recipe, self.arch)
+        taps = taps_of(self.recipe, self.arch)
+        if self.pool:
+            refuse_sums(self.pool, self.store_dtype, self.seq_len, taps, self.arch, self.encoders)
 
     @property
     def seq_len(self) -> int:
@@ -130,6 +136,17 @@ class Question:
         wide = self.recipe.compute_dtype == "float32"
         return self.recipe.store_dtype or ("float32" if wide else "bfloat16")
 
+    @cached_property
+    def pool(self) -> Pool | None:
+        if self.recipe.reduce is None:
+            return Pool.parse(self.recipe.pool) if self.recipe.pool else None
+        return Pool.parse(reducing(self.recipe).pool or "")
+
+    @property
+    def sums(self) -> bool:
+        """Whether sums by label are stored in place of rows."""
+        return self.pool is not None and self.pool.labels is not None
+
     def workload(self, layout: Layout) -> Workload:
         """Return the step on this layout, with as many rows as fit, unless the user set a number.
 
@@ -138,7 +155,10 @@ class Question:
         """
         arch, target, seq_len = self.arch, self.target, self.seq_len
         taps = taps_of(self.recipe, arch)
-        depth = max(tap.layers_needed(arch) for tap in taps)
+        pool = self.pool if self.pool and self.pool.sums else None
+        other = Tap.from_name(pool.beside) if pool and pool.beside else None
+        together = taps if other is None else (*taps, other)
+        depth = max(tap.layers_needed(arch) for tap in together)
         quantum = row_quantum(layout, target.hosts)
         work = Workload(
             arch=arch,
@@ -148,16 +168,19 @@ class Question:
             rows=quantum,
             compute_dtype=self.compute_dtype,
             store_dtype=self.store_dtype,
-            whole=needs_whole_block(taps, depth),
+            whole=needs_whole_block(together, depth),
             encoders=self.encoders,
             splices=self.splices,
+            pool=pool.by if pool else None,
+            slots=slots_for(_SPANS) if pool else 0,
+            labels=labels_for(_LABELS) if pool and pool.by == COVARIANCE else 0,
+            other=other,
         )
         platform = target.platform if target.chip is None else "accelerator"
         tokens = self.runtime.batch_tokens or sweet_spot(arch, platform)
         rows = max(1, tokens // seq_len)
         while True:
-            together = -(-rows * layout.groups // quantum) * quantum
-            work = dataclasses.replace(work, rows=together)
+            work = dataclasses.replace(work, rows=-(-rows * layout.groups // quantum) * quantum)
             if self.runtime.batch_tokens or rows == 1 or self.holds(work):
                 return work
             rows //= 2
@@ -222,6 +245,11 @@ def compile_step(question: Question, layout: Layout) -> Compiled:
     """Compile the step for one layout; block by block if the model does not fit."""
     target, work = question.target, question.workload(layout)
     kept = question.residency(work)
+    if kept.streams and work.other:
+        raise ConfigError(
+            "--reduce cov:TAP: needs the values of two blocks at once, and blocks are streamed; "
+            "leave --weights out, or choose more chips"
+        )
     if kept.streams:
         work = dataclasses.replace(work, rows=kept.batch_rows * layout.groups)
     batch = _full_batch(work)
@@ -267,7 +295,7 @@ def compile_step(question: Question, layout: Layout) -> Compiled:
         seq_len=work.seq_len,
         tokens=work.tokens,
         compute_dtype=work.compute_dtype,
-        store_dtype=work.store_dtype,
+        store_dtype="float64" if question.sums else work.store_dtype,
         weights=weights,
         kept=kept.told(work.seq_len),
         host_memory=kept.host_bytes * layout.size // target.hosts,
@@ -341,12 +369,17 @@ def _speed(
 
 
 def _said(work: Workload, target: CompileTarget) -> list[str]:
+    said: list[str] = []
+    if work.labels:
+        said.append(f"sums of {work.labels} labels in a unit; more take as much memory each")
+    elif work.pool:
+        said.append(f"room for {work.slots} documents or other spans in each row")
     if target.chip is None:
-        return ["unknown device: no estimate of its speed"]
+        return [*said, "unknown device: no estimate of its speed"]
     if work.compute_dtype != target.chip.half:
-        return [f"no estimate of the speed of {work.compute_dtype}"]
+        return [*said, f"no estimate of the speed of {work.compute_dtype}"]
     reached = f"{target.chip.reached:.0%} of the {target.chip.name}'s peak"
-    return [f"speed is a limit, at {reached} ({target.chip.why})"]
+    return [*said, f"speed is a limit, at {reached} ({target.chip.why})"]
 
 
 def _schedule(work: Workload) -> LayerSchedule:
@@ -361,13 +394,15 @@ def _abstract_step(work: Workload, target: CompileTarget, kept: Residency) -> St
     changes, _ = load_changes(work.splices, activation_dtype(work.compute_dtype), shards)
     settings = StepSettings(
         arch=work.arch,
-        taps=work.taps,
+        taps=work.taps if work.other is None else (*work.taps, work.other),
         schedule=schedule,
         place=StepDevices(target.devices[0], shards),
         compute_dtype=work.compute_dtype,
         store_dtype=work.store_dtype,
         encoders=work.encoders,
         spliced=tuple(changes),
+        pool=work.pool,
+        beside=work.other,
     )
     extras, shapes = _extras(work, shards, changes), params_of(work, shards, schedule)
     if not kept.streams:
@@ -417,4 +452,9 @@ def _full_batch(work: Workload) -> Batch:
     """Return rows without padding in which every token is kept."""
     zeros = np.zeros((work.rows, work.seq_len), np.int32)
     full = np.full(work.rows, work.seq_len, np.int32)
-    return Batch(zeros, zeros, zeros, full, None, full, contexts=_CONTEXTS)
+    pooled: dict[str, np.ndarray] = {}
+    if work.pool:
+        pooled["slots"], pooled["sizes"] = zeros, np.zeros((work.rows, work.slots), np.int32)
+    if work.labels:
+        pooled["labels"] = np.zeros((work.rows, work.labels), np.int32)
+    return Batch(zeros, zeros, zeros, full, None, full, contexts=_CONTEXTS, **pooled)

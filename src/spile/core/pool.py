@@ -14,7 +14,7 @@ SPEAKERS = tuple(role for role in ROLES if role != "template")
 MOMENTS = "moments"  # mean and variance
 COVARIANCE = "covariance"  # mean and covariance
 JACOBIAN = "jacobian"  # the mean Jacobian of a later tap with respect to each tap
-REDUCED_TO = ("count", "mean", "var", "cov", "cov:TAP")
+REDUCED_TO = ("count", "mean", "var", "cov", "cov:TAP", "moments")
 _ASKED = {MOMENTS: "mean,var", COVARIANCE: "mean,cov", JACOBIAN: "jacobian"}
 _OF_ANOTHER = re.compile(r"(cov):(\w+\.\d{1,9})")
 ROLE = "role"  # in place of a column: who speaks
@@ -129,7 +129,7 @@ def _moments_of(text: str) -> tuple[str, str | None]:
     asked = _names(text, "--reduce")
     named = {match[1]: match[2] for match in map(_OF_ANOTHER.fullmatch, asked) if match}
     kinds = {name.partition(":")[0] if _OF_ANOTHER.fullmatch(name) else name for name in asked}
-    unknown = kinds - {"count", "mean", "var", "cov", *named}
+    unknown = kinds - {"count", "mean", "var", "cov", "moments", *named}
     if unknown:
         raise ConfigError(
             f"--reduce {text!r}: {min(unknown)!r} is none of {', '.join(REDUCED_TO)}, where TAP is "
@@ -139,7 +139,7 @@ def _moments_of(text: str) -> tuple[str, str | None]:
         if len(asked) > 1:
             raise ConfigError(f"--reduce {text!r}: a Jacobian is reduced alone; leave out the rest")
         return JACOBIAN, named[JACOBIAN]
-    if "cov" in kinds:
+    if kinds & {"cov", "moments"}:  # second moments follow from covariances
         return COVARIANCE, named.get("cov")
     return MOMENTS if "var" in kinds else "mean", None
 

@@ -60,22 +60,39 @@ def refuse_pool(
             f"{asked}: a column gives characters of a text, and chats are rendered; pool over "
             f"{pool.by}:{TURN} or a role"
         )
+    refuse_sums(pool, recipe.store_dtype, recipe.seq_len, taps, arch, encoded)
+
+
+def refuse_sums(
+    pool: Pool,
+    store_dtype: str,
+    seq_len: int,
+    taps: Sequence[Tap],
+    arch: Arch,
+    encoded: Collection[str],
+) -> None:
+    """Raise if the values of taps cannot be pooled or reduced together, whatever the corpus is.
+
+    Args:
+        encoded: the taps that are stored as latents.
+    """
     if not pool.sums:
         return
-    if recipe.store_dtype in QUANTIZED:
+    asked = pool.flag
+    if store_dtype in QUANTIZED:
         raise ConfigError(
-            f"{asked}: {recipe.store_dtype} saves little where one row stands for many tokens; "
+            f"{asked}: {store_dtype} saves little where one row stands for many tokens; "
             "give --store-dtype bfloat16, float16 or float32"
         )
-    ids = [tap.name for tap in taps if tap.dtype(recipe.store_dtype).startswith("int")]
+    ids = [tap.name for tap in taps if tap.dtype(store_dtype).startswith("int")]
     if ids:
         raise ConfigError(
             f"{asked}: {ids[0]} holds ids or ranks, which are not pooled; leave it out"
         )
-    widest = max(taps, key=lambda tap: tap.width(arch, recipe.seq_len))
-    channels = widest.width(arch, recipe.seq_len)
+    widest = max(taps, key=lambda tap: tap.width(arch, seq_len))
+    channels = widest.width(arch, seq_len)
     if pool.beside:
-        channels += _beside(pool, taps, arch).width(arch, recipe.seq_len)
+        channels += _beside(pool, taps, arch).width(arch, seq_len)
     if pool.by == COVARIANCE and covariance_width(channels) > MAX_WIDTH:
         raise ConfigError(
             f"{asked}: {widest.name} has {channels:,} channels, whose covariance would take "
