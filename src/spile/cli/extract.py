@@ -93,7 +93,7 @@ def given(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Extraction:
+class ExtractionAsked:
     """The options of a run, and this process's share and rank."""
 
     recipe: Recipe
@@ -103,7 +103,7 @@ class _Extraction:
     place: "Place"
 
 
-def _extraction(arguments: argparse.Namespace) -> _Extraction:
+def extraction_of(arguments: argparse.Namespace) -> ExtractionAsked:
     """Parse the options, and name this process's share and rank in log lines from now on."""
     from spile.run.pipeline.pickers import Place, find_place
 
@@ -117,22 +117,50 @@ def _extraction(arguments: argparse.Namespace) -> _Extraction:
         told = formatter(as_json=getattr(arguments, "log_json", False), who=who)
         for handler in logging.getLogger().handlers:
             handler.setFormatter(told)
-    return _Extraction(recipe, runtime, ray, options["out"], place)
+    return ExtractionAsked(recipe, runtime, ray, options["out"], place)
 
 
 def extract(arguments: argparse.Namespace) -> int:
-    from spile.metrics import Counters
-    from spile.run.pipeline.display import progress
-    from spile.run.world.child import accompany, is_child
-
-    asked = _extraction(arguments)
-    rank, out = asked.place.rank, asked.out
-    if rank:
-        if not is_child():
-            return accompany(arguments.argv, rank, open_objects(out))
-        arguments.quiet |= not rank.leads
+    asked = extraction_of(arguments)
+    if (code := accompanied(asked, arguments)) is not None:
+        return code
+    rank = asked.place.rank
     if arguments.restart and (rank is None or rank.leads):
         _restart(asked)
+    outcome, counters = run_extraction(asked, arguments)
+    if rank and not rank.leads:
+        return 0
+    if arguments.json:
+        spent = {"seconds": counters["unit_seconds"], "tokens_done": int(counters["tokens"])}
+        print(json.dumps({**dataclasses.asdict(outcome), **counters.rates(), **spent}))
+    elif not arguments.quiet:
+        print(extract_summary(asked.out, outcome, counters))
+        if asked.runtime.profile:
+            print(_profiled(asked.runtime.profile, counters))
+    return 0
+
+
+def accompanied(asked: ExtractionAsked, arguments: argparse.Namespace) -> int | None:
+    """Run the same command in a child, if this process is joined to others; return its exit code.
+
+    In the child, and for a process by itself, it returns None.
+    """
+    from spile.run.world.child import accompany, is_child
+
+    rank = asked.place.rank
+    if rank and not is_child():
+        return accompany(arguments.argv, rank, open_objects(asked.out))
+    arguments.quiet |= bool(rank and not rank.leads)
+    return None
+
+
+def run_extraction(
+    asked: ExtractionAsked, arguments: argparse.Namespace
+) -> "tuple[Outcome, Counters]":
+    """Make the dataset, or continue it, and show the progress."""
+    from spile.metrics import Counters
+    from spile.run.pipeline.display import progress
+
     if asked.ray.engine == "ray":
         from spile.fleet.ray import driver as ray_pool
 
@@ -143,31 +171,21 @@ def extract(arguments: argparse.Namespace) -> int:
 
         options = RunOptions(place=asked.place, at_second_signal=_leave_at_once)
         make = partial(local, options=options)
-
-    counters = Counters()
-    quiet = arguments.quiet or (arguments.json and not arguments.log_json)
-    with progress(counters, quiet=quiet, as_json=arguments.log_json) as on_start:
+    counters, as_json = Counters(), getattr(arguments, "log_json", False)
+    quiet = arguments.quiet or (arguments.json and not as_json)
+    with progress(counters, quiet=quiet, as_json=as_json) as on_start:
         outcome = make(
             asked.recipe,
-            out,
+            asked.out,
             asked.runtime,
             counters=counters,
             on_start=on_start,
             stop=arguments.stop,
         )
-    if rank and not rank.leads:
-        return 0
-    if arguments.json:
-        spent = {"seconds": counters["unit_seconds"], "tokens_done": int(counters["tokens"])}
-        print(json.dumps({**dataclasses.asdict(outcome), **counters.rates(), **spent}))
-    elif not arguments.quiet:
-        print(extract_summary(out, outcome, counters))
-        if asked.runtime.profile:
-            print(_profiled(asked.runtime.profile, counters))
-    return 0
+    return outcome, counters
 
 
-def _restart(asked: _Extraction) -> None:
+def _restart(asked: ExtractionAsked) -> None:
     """Discard the stored recipe, if the dataset holds no rows."""
     from spile.dataset.maintain.gc import discard_empty
 
@@ -312,7 +330,7 @@ def supervise(arguments: argparse.Namespace) -> int:
     parsed = arguments.parse(command)
     if parsed.restart:
         raise ConfigError("--restart cannot be supervised: every restart would start over")
-    asked = _extraction(parsed)
+    asked = extraction_of(parsed)
     drives = asked.ray.engine == "ray"
     objects = open_objects(asked.out)
     return Supervisor(command, asked.place.rank, objects, patience, drives=drives).run()

@@ -355,6 +355,8 @@ class TapInfo:
     latents: int = 0  # size of the encoder whose latents or ids the row holds; see `latents.py`
     # If a row holds means and then the upper triangle of their covariance: the shape of the means.
     covariance_of: tuple[int, ...] | None = None
+    # If it holds a number of prompts and then a mean Jacobian: how many values each side has.
+    jacobian_of: tuple[int, ...] | None = None
 
     @property
     def width(self) -> int:
@@ -363,7 +365,12 @@ class TapInfo:
 
     @property
     def channels(self) -> int:
-        """Values of a row that statistics describe: of a covariance, its means alone."""
+        """Values of a row that statistics describe: of a covariance, its means alone.
+
+        Of a Jacobian it is the number of prompts.
+        """
+        if self.jacobian_of is not None:
+            return 1
         return self.width if self.covariance_of is None else math.prod(self.covariance_of)
 
     @property
@@ -383,8 +390,9 @@ class TapInfo:
 
     def to_json(self) -> dict[str, Any]:
         value = vars(self).copy()
-        if self.covariance_of is None:  # (as before there were any)
-            del value["covariance_of"]
+        for name in ("covariance_of", "jacobian_of"):  # (as before there were any)
+            if value[name] is None:
+                del value[name]
         return value
 
     @classmethod
@@ -399,14 +407,20 @@ class TapInfo:
         possible = possible and is_count(latents) and (not latents or len(sizes) == 1)
         if not possible or math.prod(sizes) > MAX_WIDTH or not all(map(is_name, names)):
             raise ValueError(f"not a tap: {value!r}")
-        info = cls(tuple(sizes), dtype, tuple(names), latents, _means_shape(value))
-        if info.covariance_of is not None and info.shape != (covariance_width(info.channels),):
+        covariance, jacobian = (_sizes(value, name) for name in ("covariance_of", "jacobian_of"))
+        info = cls(tuple(sizes), dtype, tuple(names), latents, covariance, jacobian)
+        wanted: int | None = None
+        if jacobian is not None:
+            wanted = jacobian_width(jacobian) if len(jacobian) == 2 and not covariance else 0
+        elif covariance is not None:
+            wanted = covariance_width(info.channels)
+        if wanted is not None and info.shape != (wanted,):
             raise ValueError(f"not a tap: {value!r}")
         return info
 
 
-def _means_shape(value: Mapping[str, Any]) -> tuple[int, ...] | None:
-    sizes: Any = value.get("covariance_of")
+def _sizes(value: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
+    sizes: Any = value.get(name)
     if sizes is None:
         return None
     if not isinstance(sizes, list) or not all(n and is_count(n) for n in cast(list[Any], sizes)):
@@ -417,6 +431,11 @@ def _means_shape(value: Mapping[str, Any]) -> tuple[int, ...] | None:
 def covariance_width(channels: int) -> int:
     """Return the values of a row that holds means, and the upper triangle of their covariance."""
     return channels * (channels + 3) // 2
+
+
+def jacobian_width(sizes: tuple[int, ...]) -> int:
+    """Return the values of a row that holds a number of prompts, and their mean Jacobian."""
+    return 1 + math.prod(sizes)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError
-from spile.core.pool import COVARIANCE, MOMENTS, beside, is_reduced, reduces
+from spile.core.pool import COVARIANCE, JACOBIAN, MOMENTS, beside, is_reduced, reduces
 from spile.core.recipe import latent_names
-from spile.dataset.format import TapInfo, covariance_width
+from spile.dataset.format import TapInfo, covariance_width, jacobian_width
 from spile.models.config.arch import Arch
 from spile.models.files.encoders import is_sae, open_sae
 from spile.models.files.encoders.sae import Sae, SparseEncoder
@@ -89,6 +89,10 @@ def stored_taps(
                     own = (tap.width(arch, seq_len) + other.width(arch, seq_len),)
                 shape = (covariance_width(math.prod(own)),)
                 infos[tap.name] = replace(infos[tap.name], shape=shape, covariance_of=own)
+            if by == JACOBIAN and other:
+                sizes = other.width(arch, seq_len), tap.width(arch, seq_len)
+                shape = (jacobian_width(sizes),)
+                infos[tap.name] = replace(infos[tap.name], shape=shape, jacobian_of=sizes)
             continue
         values, ids = latent_names(tap.name)
         shape, latents = (encoder.kept,), encoder.sae.latents

@@ -11,7 +11,7 @@ from spile.core.errors import ConfigError, InputError
 from spile.core.humanize import size
 from spile.core.index import ROLES
 from spile.core.options import listed
-from spile.core.pool import COVARIANCE, DOCUMENT, ROLE, SPEAKERS, TURN, Pool, reduced_by
+from spile.core.pool import COVARIANCE, DOCUMENT, JACOBIAN, ROLE, SPEAKERS, TURN, Pool, reduced_by
 from spile.core.recipe import ResolvedRecipe
 from spile.corpus.character_spans import NONE, spans_of_tokens
 from spile.corpus.chats.rows import RowReader
@@ -25,7 +25,7 @@ from spile.dataset.codec.quantization import QUANTIZED
 from spile.dataset.format import MAX_WIDTH, covariance_width
 from spile.models.config.arch import Arch
 from spile.models.sites import BLOCK
-from spile.models.taps import Tap, parse_taps
+from spile.models.taps import Tap, parse_taps, place_of
 
 
 def reducing(recipe: Recipe) -> Recipe:
@@ -93,6 +93,8 @@ def refuse_sums(
     channels = widest.width(arch, seq_len)
     if pool.beside:
         channels += _beside(pool, taps, arch).width(arch, seq_len)
+    if pool.by == JACOBIAN:
+        _refuse_jacobian(pool, taps, arch)
     if pool.by == COVARIANCE and covariance_width(channels) > MAX_WIDTH:
         raise ConfigError(
             f"{asked}: {widest.name} has {channels:,} channels, whose covariance would take "
@@ -113,6 +115,22 @@ def _beside(pool: Pool, taps: Sequence[Tap], arch: Arch) -> Tap:
     if other in taps:
         raise ConfigError(f"{pool.flag}: leave {other.name} out of --taps")
     return other
+
+
+def _refuse_jacobian(pool: Pool, taps: Sequence[Tap], arch: Arch) -> None:
+    """Raise unless the target depends on each tap's values, which change the model there."""
+    target = Tap.from_name(pool.beside or "")
+    for tap in (*taps, target):
+        if tap.heads or not tap.kind.spliced or tap.kind.shape != ("width",):
+            raise ConfigError(
+                f"{pool.flag}: {tap.name} is no vector of the residual stream's width"
+            )
+    late = [tap.name for tap in taps if place_of(tap, arch) >= place_of(target, arch)]
+    if late:
+        raise ConfigError(
+            f"{pool.flag}: {target.name} does not depend on {late[0]}, which comes later; tap "
+            "earlier layers"
+        )
 
 
 def spans_of(

@@ -20,7 +20,7 @@ from spile.core.errors import ConfigError, DriftError, InputError
 from spile.core.expressions import RowFilter
 from spile.core.humanize import plural
 from spile.core.identity import contents_digest, sampled_digests
-from spile.core.pool import COVARIANCE, Pool, is_reduced, label_columns, reduces
+from spile.core.pool import COVARIANCE, JACOBIAN, Pool, is_reduced, label_columns, reduces
 from spile.core.recipe import OF_EACH_ROW, TOPS, ResolvedRecipe
 from spile.core.units import Unit
 from spile.corpus.chat_layouts import refuse_other_layout, settle_chats
@@ -414,6 +414,8 @@ def _settled(
     unit_tokens = cpu_unit_tokens(arch, taps, seq_len) if platform == "cpu" else _UNIT_TOKENS
     if reduces(recipe.pool) == COVARIANCE:
         unit_tokens *= _UNITS_OF_COVARIANCES
+    elif reduces(recipe.pool) == JACOBIAN:  # each of a target's channels takes a backward pass
+        unit_tokens = max(seq_len, _UNITS_OF_COVARIANCES * unit_tokens // arch.width)
     given: dict[str, Any] = {name: getattr(recipe, name) for name in _AS_GIVEN}
     given |= tops_of(taps, arch, seq_len)
     return ResolvedRecipe(

@@ -13,7 +13,7 @@ from spile.core.errors import ConfigError
 from spile.core.humanize import plural
 from spile.core.index import ROLES
 from spile.core.options import listed
-from spile.core.pool import MOMENTS, ROLE, SPEAKERS, Pool
+from spile.core.pool import JACOBIAN, MOMENTS, ROLE, SPEAKERS, Pool
 from spile.dataset.read.rows import StoredRows
 from spile.dataset.read.tables import DocumentTables
 
@@ -29,8 +29,9 @@ class ReducedRows:
 
     Attributes:
         labels: the values of the column; of several columns, tuples; without --by, (None,).
-        counts: how many tokens each has.
-        means: [labels, width] in float64; with the axes of a row, if it has several.
+        counts: how many tokens each has; of Jacobians, how many prompts.
+        means: [labels, width] in float64; with the axes of a row, if it has several. Of
+            `--reduce jacobian:TAP`, [1, width of TAP, width]: the mean Jacobian of all prompts.
         variances: the same for the population variance of each channel; None unless `var` or `cov`
             was asked for.
         covariances: [labels, width, width]: the population covariance; None without `cov`. The axes
@@ -91,6 +92,8 @@ def reduced(stored: StoredRows, tables: DocumentTables, tap: str) -> ReducedRows
             f"{url}: holds rows, not sums of --reduce; ds.pooled(tap) returns a mean for each "
             "document, and ds.statistics(tap) the mean over all rows"
         )
+    if pool.by == JACOBIAN:
+        return _jacobian(stored, tap, f"{tap} of {url}, {text}")
     index = stored.index(0, stored.count)
     labels, place = _labels_of(pool, tables, index)
     info = stored.table.taps[tap]
@@ -128,6 +131,20 @@ def reduced(stored: StoredRows, tables: DocumentTables, tap: str) -> ReducedRows
     means = sums[:, : info.channels].reshape(shape)
     variances = np.diagonal(covariances, axis1=1, axis2=2).reshape(shape)
     return ReducedRows(labels, counts, means, variances, covariances, told)
+
+
+def _jacobian(stored: StoredRows, tap: str, told: str) -> ReducedRows:
+    """Merge the mean Jacobians of all units; each weighs as its prompts."""
+    info = stored.table.taps[tap]
+    assert info.jacobian_of
+    prompts, mean = 0, np.zeros(info.width - 1)
+    for at in range(stored.count):
+        row = np.empty((1, info.width), np.float64)
+        stored.fill(tap, list(stored.pieces(tap, at, at + 1)), row)
+        prompts += int(row[0, 0])
+        mean += (row[0, 1:] - mean) * (row[0, 0] / max(1, prompts))
+    means = mean.reshape(1, *info.jacobian_of)
+    return ReducedRows((None,), np.array([prompts]), means, None, None, told)
 
 
 def _merge(

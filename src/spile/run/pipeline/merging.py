@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from spile.core.pool import COVARIANCE, MOMENTS, reduces
+from spile.core.pool import COVARIANCE, JACOBIAN, MOMENTS, reduces
 from spile.core.recipe import latent_names
 from spile.corpus.pooled_spans import PooledSpans
 from spile.dataset.codec.quantization import DECODED
@@ -171,6 +171,29 @@ class CovarianceMerger:
         return _Label(count, total, squares)
 
 
+class JacobianMerger:
+    """Merges the Jacobians of a unit's prompts: a row is how many there are, and their mean."""
+
+    def __init__(self, spans: PooledSpans, info: TapInfo, source: str) -> None:
+        self._spans, self._info, self.source = spans, info, source
+        self._done, self._prompts = 0, 0.0
+        self._sum = np.zeros(info.width - 1)
+
+    def add(
+        self, parts: np.ndarray, products: Sequence[np.ndarray] = ()
+    ) -> tuple[np.ndarray, list[TapStats]]:
+        """`parts`: how many prompts packed rows hold; `products`: the sums of their Jacobians."""
+        ends = self._spans.ends[self._done : self._done + len(parts)]
+        self._done += len(parts)
+        self._prompts += float(parts.sum(dtype=np.float64))
+        for each in products:
+            self._sum += each.reshape(-1)
+        if not ends.any():
+            return np.empty((0, self._info.width)), []
+        row = np.concatenate([[self._prompts], self._sum / max(1.0, self._prompts)])[None]
+        return row, [TapStats.of_rows(row, self._info.channels)]
+
+
 def mergers(table: Table, prepared: PreparedUnit) -> dict[str, PartMerger]:
     """Return what makes the pooled rows of a unit, by tap; nothing unless values are reduced."""
     by = reduces(table.recipe.pool)
@@ -179,6 +202,8 @@ def mergers(table: Table, prepared: PreparedUnit) -> dict[str, PartMerger]:
         return {}
     if by == COVARIANCE:
         return {tap: CovarianceMerger(spans, info, tap) for tap, info in table.taps.items()}
+    if by == JACOBIAN:
+        return {tap: JacobianMerger(spans, info, tap) for tap, info in table.taps.items()}
     latents = [latent_names(tap) for tap in table.recipe.encode]
     sources = {name: values for values, ids in latents for name in (values, ids)}
     return {
