@@ -238,11 +238,11 @@ def test_an_encoder_layout_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             directory=folder, file=file, architecture="jumprelu", width=width, latents=latents
         )
 
-    with pytest.raises(InputError, match=r"none of the files cfg.json \(SAELens\)"):
+    with pytest.raises(InputError, match=r"none of the files .*cfg.json \(SAELens\)"):
         open_sae(str(folder))
     toy = EncoderLayout("Toys", "toy.json", read)
     monkeypatch.setattr(encoders, "LAYOUTS", (*encoders.LAYOUTS, toy))
-    assert encoders.is_sae(folder)
+    assert encoders.find_layout(folder)
     found, _ = load_arrays(open_sae(str(folder)))
     arrays, _ = load_arrays(wanted)
     assert found.keys() == arrays.keys()

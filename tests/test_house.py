@@ -48,6 +48,10 @@ EXEMPT = {
             "state_spaces",
         )
     },
+    **{
+        f"models/files/encoders/{name}.py": "models/files/encoders/test_layouts.py"
+        for name in ("circuit_tracer", "dictionary_learning", "qwen_scope", "sparsify")
+    },
     "models/files/encoders/settings.py": "models/files/encoders/test_saelens.py",
     "models/forward/mixers/short_convolution.py": "models/forward/mixers/test_state_space.py",
     "models/forward/sharding.py": "mesh/test_sharding.py",

@@ -1,9 +1,11 @@
 """Sparse latents from end to end: stored values are those that the encoder computes."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import spile
 from chaos.harness import check_refused, run
@@ -113,6 +115,34 @@ def test_the_command_plans_runs_and_says_what_was_cut_off(
     said = run("extract", *flags, "--out", tmp_path / "out").out
     assert f"{VALUES}: in " in said and "more latents were active than were kept" in said
     assert read_status(LocalObjects(tmp_path / "out")).taps == {VALUES: [5], IDS: [5]}
+
+
+def test_pt_files_and_transcoders_encode_a_whole_model(
+    model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """A directory of Qwen-Scope and one of circuit-tracer: each tap has its layer's encoder."""
+    transcoders = saes.write_transcoders(tmp_path / "transcoders", range(2))
+    scope = tmp_path / "SAE-Res-Tiny-W1K-L0_9"
+    scope.mkdir()
+    for layer in range(2):
+        tensors = saes.random_tensors("topk", seed=layer)
+        turned = {n: torch.from_numpy(t).T if t.ndim == 2 else torch.from_numpy(t)
+                  for n, t in tensors.items()}  # fmt: skip
+        torch.save(turned, scope / f"layer{layer}.sae.pt")
+    taps = "resid_post:0-1,mlp_in:0-1"
+    options: dict[str, Any] = {"model": str(model), "corpus": str(corpus), **OPTIONS, "max_docs": 9}
+    spile.extract(Recipe(taps=taps, **options), str(tmp_path / "dense"))
+    recipe = Recipe(taps=taps, encode=f"{scope},{transcoders}", latents=80, **options)
+    spile.extract(recipe, str(tmp_path / "out"))
+    dense, ds = spile.open(str(tmp_path / "dense")), spile.open(str(tmp_path / "out"))
+    for layer in range(2):
+        for tap, kind in ((f"resid_post.{layer}", "topk"), (f"mlp_in.{layer}", "jumprelu")):
+            rows = dense.read(tap, 0, dense.num_tokens)
+            tensors = saes.random_tensors(kind, seed=layer)
+            wanted = saes.plain_encode(rows, tensors, kind, subtract=False)
+            found = ds.latents(tap, 0, ds.num_tokens).dense()
+            np.testing.assert_allclose(found, wanted, atol=1e-4)
+    assert check(str(tmp_path / "out"), samples=1).ok
 
 
 def test_an_encoder_that_does_not_fit_is_refused_in_one_line(

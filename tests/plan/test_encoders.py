@@ -47,6 +47,25 @@ def test_a_directory_may_hold_one_for_each_tap(model: Path, tmp_path: Path) -> N
     }  # fmt: skip
 
 
+def test_a_directory_may_hold_one_for_each_layer(model: Path, tmp_path: Path) -> None:
+    folder = saes.write_transcoders(tmp_path / "all", range(3))
+    taps = "mlp_in:0-2,resid_post:1,embed"
+    each = found(model, folder, taps)
+    assert list(each) == ["mlp_in.0", "mlp_in.1", "mlp_in.2"], "those that read mlp_in"
+    assert {e.sae.writes for e in each.values()} == {f"blocks.{n}.hook_mlp_out" for n in range(3)}
+    one = found(model, folder / "layer_2.safetensors", taps)["mlp_in.2"]
+    assert one == each["mlp_in.2"] != each["mlp_in.1"]
+    # What is named wins: the layer is the tap's.
+    named = found(model, f"resid_post.1={folder}", taps)
+    assert {tap: e.sae.identity() for tap, e in named.items()} == {
+        "resid_post.1": each["mlp_in.1"].sae.identity()
+    }
+    with pytest.raises(ConfigError, match=r"of layers 0 to 2 \(blocks.1.mlp.hook_in\), and none"):
+        found(model, folder, "resid_post:1,mlp_out:1")
+    (folder / "config.yaml").unlink()
+    assert {*found(model, folder, "resid_mid:1-2")} == {"resid_mid.1", "resid_mid.2"}
+
+
 def test_heads_are_read_as_one_row(model: Path, tmp_path: Path) -> None:
     assert {*found(model, saes.write_sae(tmp_path), "z:1")} == {"z.1"}
 

@@ -33,6 +33,12 @@ def found(folder: Path, splice: str, taps: str = "logits") -> tuple[Splice, ...]
     return find_splices(splice.replace("{}", str(folder)), parse_taps(taps, arch), arch)
 
 
+def test_a_transcoder_is_no_splice(folder: Path) -> None:
+    saes.write_transcoders(folder / "transcoders", range(2))
+    with pytest.raises(ConfigError, match="transcoder, which reconstructs blocks.1.hook_mlp_out"):
+        found(folder, "replace-with-sae:mlp_in.1={}/transcoders")
+
+
 def test_changes_keep_their_order_and_have_a_tap_each(folder: Path) -> None:
     changes = found(folder, "steer:resid_pre:1-2={}/row.npy*3, zero:z:1.h0+h2")
     assert [each.tap for each in changes] == [
@@ -105,7 +111,7 @@ def test_paths_are_changed_and_nothing_else(folder: Path) -> None:
         ),
         (
             "replace-with-sae:resid_post.1={}",
-            "--splice replace-with-sae .*: has none of the files cfg.json",
+            "--splice replace-with-sae .*: has none of the files .*cfg.json",
         ),
         ("replace-with-sae:z.1.h0={}/sae", "an autoencoder reads all heads together"),
         ("{}/own.py:nothing", "returned a int, not a dictionary of changes"),

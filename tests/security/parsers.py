@@ -8,6 +8,7 @@ A find of the fuzzers is kept as `finds/PARSER/NAME`, the bytes that did it, whi
 import gzip
 import io
 import json
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -60,6 +61,7 @@ from spile.serve.server import Server
 from spile.status.status import read_status
 from support import saes, stored, tiny
 
+ENCODERS = Path(__file__).parents[1] / "fixtures" / "encoders"
 FINDS = Path(__file__).with_name("finds")
 TEXTS = ["one two", "three", "", "four five six", "\u00e9 \ufeff", "seven"] * 2
 CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "World"}]
@@ -362,6 +364,19 @@ def _sae_file(name: str) -> Parser:
     return Parser(lambda folder: [(written(folder / "seed") / name).read_bytes()], use, _JSON_WORDS)
 
 
+def _encoder(kind: str, name: str) -> Parser:
+    """A file of an encoder that its own project made; the files beside it are whole."""
+
+    def use(data: bytes, folder: Path) -> None:
+        shutil.copytree(ENCODERS / kind, folder / "encoder", dirs_exist_ok=True)
+        _written(data, folder / "encoder" / name)
+        sae = open_sae(str(folder / "encoder"), layer=1, decodes=True)
+        arrays, _ = load_arrays(sae)
+        assert sum(array.nbytes for array in arrays.values()) < 1 << 28
+
+    return Parser(lambda _: [(ENCODERS / kind / name).read_bytes()], use, _JSON_WORDS)
+
+
 _TEMPLATES = [
     "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>{% endfor %}",
     "{% set ns = namespace(a=[1], t='x' * 100) %}{% for i in range(9) %}{% set ns.a = [ns.a, ns.a] "
@@ -648,6 +663,9 @@ PARSERS: dict[str, Parser] = {
     "cfg.json": _sae_file("cfg.json"),
     "sae_weights.safetensors": _sae_file("sae_weights.safetensors"),
     "params.npz": _sae_file("params.npz"),
+    "ae.pt": _encoder("dictionary_learning_topk", "ae.pt"),
+    "dictionary config": _encoder("dictionary_learning_topk", "config.json"),
+    "transcoder config": _encoder("circuit_tracer_skip", "config.yaml"),
     "chat template": Parser(_given(*_TEMPLATES), _render, _TEMPLATE_WORDS),
     **{f"{kind} record": _record(key, resealed=False) for key, kind in RECORDS.items()},
     **{f"{kind} record, sealed": _record(key, resealed=True) for key, kind in RECORDS.items()},

@@ -1,4 +1,6 @@
-"""Sparse autoencoders of random weights, laid out as SAELens and Gemma Scope publish theirs."""
+"""Sparse autoencoders of random weights, laid out as SAELens and Gemma Scope publish theirs, and
+transcoders as circuit-tracer does.
+"""
 
 import json
 from pathlib import Path
@@ -85,3 +87,18 @@ def plain_encode(
         else:
             found[number] = inside.clip(0)
     return found
+
+
+def write_transcoders(folder: Path, layers: range, hook: str = "mlp.hook_in") -> Path:
+    """Write a JumpReLU transcoder with a skip for each layer; its seed is the layer's number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for layer in layers:
+        made = random_tensors("jumprelu", seed=layer)
+        turned = np.ascontiguousarray(made.pop("W_enc").T)
+        threshold = {"activation_function.threshold": made.pop("threshold")}
+        skip = np.random.default_rng(layer).standard_normal((WIDTH, WIDTH)).astype(np.float32)
+        tensors = {**made, **threshold, "W_enc": turned, "W_skip": skip}
+        write_tensors(folder / f"layer_{layer}.safetensors", tensors)
+    hooks = f"feature_input_hook: {hook}\nfeature_output_hook: hook_mlp_out\n"
+    (folder / "config.yaml").write_text(f"model_kind: transcoder_set\n{hooks}")
+    return folder

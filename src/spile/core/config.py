@@ -107,8 +107,9 @@ class Recipe(Options):
         topic="datasets that exist",
     )
     encode: str | None = option(
-        "store sparse latents instead of a tap's rows: directory or URL of a sparse autoencoder "
-        "(SAELens, Gemma Scope), or of a folder with one per tap; or TAP=DIR, comma separated",
+        "store sparse latents instead of a tap's rows: directory or URL of a sparse autoencoder or "
+        "transcoder (SAELens, Gemma Scope, Qwen-Scope, sparsify, dictionary_learning, "
+        "circuit-tracer), or of a folder with one per tap or layer; or TAP=DIR, comma separated",
         kind="list",
         topic="taps",
         common=True,

@@ -11,7 +11,7 @@ from spile.core.pool import COVARIANCE, JACOBIAN, MOMENTS, beside, is_reduced, r
 from spile.core.recipe import latent_names
 from spile.dataset.format import TapInfo, covariance_width, jacobian_width
 from spile.models.config.arch import Arch
-from spile.models.files.encoders import is_sae, open_sae
+from spile.models.files.encoders import find_layout, open_sae
 from spile.models.files.encoders.sae import Sae, SparseEncoder
 from spile.models.taps import Tap
 from spile.objects.paths import path_of
@@ -38,9 +38,8 @@ def find_encoders(recipe: Recipe, taps: Sequence[Tap], arch: Arch) -> dict[str, 
         return {}
     pooled = reduces(recipe.pool) is not None
     found: dict[str, SparseEncoder] = {}
-    for name, where in _found_in(recipe.encode, taps):
-        sae = open_sae(where)
-        tap = _tap_of(name, where, sae, taps, arch)
+    pairs = (each for item in _items(recipe.encode) for each in _pairs(*item, taps, arch))
+    for where, sae, tap in pairs:
         if "keys" in tap.kind.shape or tap.dtype(_FLOATS[0]) != _FLOATS[0]:
             raise ConfigError(f"--encode {where}: an encoder cannot read {tap.site}")
         refuse_unfit(f"--encode {where}", sae, tap, arch)
@@ -112,27 +111,56 @@ def _items(encode: str) -> list[tuple[str, str]]:
     return items
 
 
-def _found_in(encode: str, taps: Sequence[Tap]) -> list[tuple[str, str]]:
-    """Return (tap, directory) pairs; a directory with a folder for each tap gives several."""
-    found: list[tuple[str, str]] = []
-    for name, where in _items(encode):
-        folder = path_of(where)
-        inside = [tap.name for tap in taps if is_sae(folder / tap.name)]
-        if name or is_sae(folder) or not inside:
-            found.append((name, where))
-        else:
-            found += [(tap, f"{where.rstrip('/')}/{tap}") for tap in inside]
-    return found
+def _pairs(name: str, where: str, taps: Sequence[Tap], arch: Arch) -> list[tuple[str, Sae, Tap]]:
+    """Return the encoders of one item, each with its place and its tap.
 
-
-def _tap_of(name: str, where: str, sae: Sae, taps: Sequence[Tap], arch: Arch) -> Tap:
-    """Return the tap named, else the tap the encoder was made for, else the only tap."""
+    A directory with one encoder gives one. A directory with a folder for each tap, or with a file
+    for each layer, gives those of the taps.
+    """
     if name:
-        for tap in taps:
-            if name.replace(":", ".", 1) == tap.name or name in tap.aliases(arch):
-                return tap
-        among = ", ".join(tap.name for tap in taps)
-        raise ConfigError(f"--encode {name}={where}: {name} is not among --taps ({among})")
+        tap = _named_tap(name, where, taps, arch)
+        return [(where, open_sae(where, layer=tap.layer), tap)]
+    folder = path_of(where)
+    found = find_layout(folder)
+    if found is None:
+        inside = [(f"{where.rstrip('/')}/{tap.name}", tap) for tap in taps
+                  if find_layout(folder / tap.name)]  # fmt: skip
+        if inside:
+            return [(each, open_sae(each, layer=tap.layer), tap) for each, tap in inside]
+    if found is None or len(found.layers) < 2:
+        sae = open_sae(where)
+        return [(where, sae, _tap_of(where, sae, taps, arch))]
+    pairs: list[tuple[str, Sae, Tap]] = []
+    hook = None
+    for layer in found.layers:
+        if here := [tap for tap in taps if tap.layer == layer]:
+            sae = open_sae(where, layer=layer)
+            hook = sae.hook or hook
+            pairs += [(where, sae, tap) for tap in here if _reads(sae, tap, arch, among=here)]
+    if pairs:
+        return pairs
+    layers = f"{found.layers[0]} to {found.layers[-1]}{f' ({hook})' if hook else ''}"
+    raise ConfigError(
+        f"--encode {where}: has encoders of layers {layers}, and none of --taps is what one of "
+        f"them reads; tap it, or write --encode TAP={where}"
+    )
+
+
+def _reads(sae: Sae, tap: Tap, arch: Arch, among: Sequence[Tap]) -> bool:
+    """Whether an encoder was made for a tap; if nothing says so, for the only one."""
+    return sae.hook in tap.aliases(arch) if sae.hook else len(among) == 1
+
+
+def _named_tap(name: str, where: str, taps: Sequence[Tap], arch: Arch) -> Tap:
+    for tap in taps:
+        if name.replace(":", ".", 1) == tap.name or name in tap.aliases(arch):
+            return tap
+    among = ", ".join(tap.name for tap in taps)
+    raise ConfigError(f"--encode {name}={where}: {name} is not among --taps ({among})")
+
+
+def _tap_of(where: str, sae: Sae, taps: Sequence[Tap], arch: Arch) -> Tap:
+    """Return the tap the encoder was made for, else the only tap."""
     hooked = [tap for tap in taps if sae.hook and sae.hook in tap.aliases(arch)]
     if hooked:
         return hooked[0]

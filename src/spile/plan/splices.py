@@ -165,7 +165,12 @@ def _built_in(item: str, kind: str, tap: Tap, value: str | None, arch: Arch) -> 
 
 
 def _reconstructed(item: str, tap: Tap, whole: Tap, where: str, arch: Arch) -> Splice:
-    sae = open_sae(where, flag=f"--splice {SAE}", decodes=True)
+    sae = open_sae(where, layer=tap.layer, flag=f"--splice {SAE}", decodes=True)
+    if sae.writes:
+        raise ConfigError(
+            f"--splice {item}: is a transcoder, which reconstructs {sae.writes} from {sae.hook}; "
+            f"{SAE} takes an autoencoder"
+        )
     if tap.heads:
         raise ConfigError(f"--splice {item}: an autoencoder reads all heads together")
     refuse_unfit(f"--splice {item}", sae, tap, arch)

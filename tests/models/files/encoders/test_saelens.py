@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from spile.core.errors import InputError
-from spile.models.files.encoders import is_sae, open_sae
+from spile.models.files.encoders import find_layout, open_sae
 from spile.models.files.encoders.arithmetic import activations
 from spile.models.files.encoders.tensors import load_arrays
 from support import saes
@@ -25,7 +25,7 @@ def test_saelens_directories_of_every_architecture_are_read(tmp_path: Path) -> N
         assert (sae.k, sae.hook, sae.subtracts) == (
             9 if architecture == "topk" else None, "blocks.1.hook_z", True,
         )  # fmt: skip
-        assert is_sae(folder) and not is_sae(tmp_path)
+        assert find_layout(folder) and not find_layout(tmp_path)
 
 
 def test_a_config_of_before_version_6_is_read(tmp_path: Path) -> None:

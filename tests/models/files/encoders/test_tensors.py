@@ -58,7 +58,7 @@ def test_no_pickle_is_read(tmp_path: Path) -> None:
     np.savez(tmp_path / "params.npz", W_enc=objects)
     with pytest.raises(InputError, match="params.npz: not an npz file of plain arrays"):
         open_sae(str(tmp_path))
-    (tmp_path / "params.npz").rename(tmp_path / "sae.pt")
+    (tmp_path / "params.npz").rename(tmp_path / "sae.bin")
     with pytest.raises(InputError, match="cfg.json .SAELens.*params.npz.*pickles are never read"):
         open_sae(str(tmp_path))
 

@@ -3,60 +3,149 @@
 `LAYOUTS` has a row for each layout: a new one is a file of this folder, and its row.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from spile.core.errors import InputError
-from spile.models.files.encoders import gemma_scope, saelens
+from spile.models.files.encoders import (
+    circuit_tracer,
+    dictionary_learning,
+    gemma_scope,
+    qwen_scope,
+    saelens,
+    sparsify,
+)
 from spile.models.files.encoders.sae import Sae
 from spile.models.files.encoders.tensors import check_tensors, sampled_files
-from spile.objects.paths import AnyPath, files_below, path_of
+from spile.objects.paths import AnyPath, path_of
+
+_NUMBER = r"(0|[1-9]\d{0,5})"
 
 
 @dataclass(frozen=True)
 class EncoderLayout:
-    """How a tool stores an encoder in a directory."""
+    """How a tool stores an encoder in a directory, or one for each layer.
+
+    `read` takes the directory, and the layer if `file` has its number. It reads and checks the
+    settings; tensors are checked later.
+    """
 
     tool: str
-    file: str  # a directory with this file has this layout
-    read: Callable[[AnyPath], Sae]  # reads and checks the settings; tensors are checked later
+    file: str  # a directory with this file has this layout; `{layer}` stands for a layer's number
+    read: Callable[..., Sae]
+
+    @property
+    def layered(self) -> bool:
+        return "{layer}" in self.file
+
+    def layer_in(self, name: str) -> int | None:
+        """Return the layer in the name of one of its files."""
+        pattern = re.escape(self.file).replace(r"\{layer\}", _NUMBER)
+        found = re.fullmatch(pattern, name) if self.layered else None
+        return int(found[1]) if found else None
 
 
 LAYOUTS = (  # the first whose file is there
+    EncoderLayout("sparsify", sparsify.FILE, sparsify.read_sparsify),
     EncoderLayout("SAELens", saelens.CONFIG, saelens.read_saelens),
     EncoderLayout("Gemma Scope", gemma_scope.NPZ, gemma_scope.read_gemma_scope),
     EncoderLayout("Gemma Scope 2", gemma_scope.PARAMS, gemma_scope.read_gemma_scope_2),
-)
+    EncoderLayout("Gemma Scope 2", gemma_scope.CROSS_LAYER, gemma_scope.read_cross_layer),
+    EncoderLayout(
+        "dictionary_learning", dictionary_learning.FILE,
+        dictionary_learning.read_dictionary_learning,
+    ),
+    EncoderLayout("Qwen-Scope", qwen_scope.FILE, qwen_scope.read_qwen_scope),
+    EncoderLayout(
+        "circuit-tracer", circuit_tracer.TRANSCODER, circuit_tracer.read_transcoder
+    ),
+    EncoderLayout(
+        "circuit-tracer", circuit_tracer.CROSS_LAYER, circuit_tracer.read_cross_layer
+    ),
+)  # fmt: skip
 
 
-def is_sae(folder: AnyPath) -> bool:
-    """Whether a directory holds an encoder itself, and not directories of encoders."""
-    return _layout_of(folder) is not None
+@dataclass(frozen=True)
+class FoundEncoders:
+    """The layout of a directory, or of a file in one, and the layers that it has encoders of."""
+
+    folder: AnyPath
+    layout: EncoderLayout
+    layers: tuple[int, ...] = ()  # sorted; empty if there is one encoder, of no stated layer
 
 
-def open_sae(where: str, *, flag: str = "--encode", decodes: bool = False) -> Sae:
-    """Open an encoder by its directory or URL; check its settings and its tensors' shapes.
+def find_layout(where: AnyPath) -> FoundEncoders | None:
+    """Find the layout of a directory that holds encoders itself, or of one encoder's file.
+
+    Returns None for a directory of other directories.
+    """
+    if where.is_file():
+        folder = where.parent if isinstance(where, Path) else where.above(len(where.parts) - 1)
+        for layout in LAYOUTS:
+            layer = layout.layer_in(where.name)
+            if layer is not None:
+                return FoundEncoders(folder, layout, (layer,))
+            if layout.file == where.name:
+                return FoundEncoders(folder, layout)
+        return None
+    for layout in LAYOUTS:
+        if not layout.layered and (where / layout.file).is_file():
+            return FoundEncoders(where, layout)
+    names = _names(where)
+    for layout in LAYOUTS:
+        layers = sorted(n for name in names if (n := layout.layer_in(name)) is not None)
+        if layers:
+            return FoundEncoders(where, layout, tuple(layers))
+    return None
+
+
+def open_sae(
+    where: str, *, layer: int | None = None, flag: str = "--encode", decodes: bool = False
+) -> Sae:
+    """Open an encoder by its directory, file or URL; check its settings and its tensors' shapes.
 
     Args:
+        layer: of the tap, if the directory has an encoder for each layer.
         flag: the one that names it, for errors.
         decodes: whether its decoder is needed, too.
     """
-    folder = path_of(where)
-    layout = _layout_of(folder)
-    if layout is None:
-        known = ", ".join(f"{each.file} ({each.tool})" for each in LAYOUTS)
-        raise InputError(f"{flag} {where}: has none of the files {known}{_hint(folder)}")
-    sae = replace(layout.read(folder), decodes=decodes)
+    path = path_of(where)
+    found = find_layout(path)
+    if found is None:
+        files = ((each.file.replace("{layer}", "N"), each.tool) for each in LAYOUTS)
+        known = ", ".join(f"{file} ({tool})" for file, tool in files)
+        raise InputError(f"{flag} {where}: has none of the files {known}{_hint(path)}")
+    if not found.layout.layered:
+        sae = found.layout.read(found.folder)
+    else:
+        chosen = found.layers[0] if len(found.layers) == 1 else layer
+        if chosen is None or chosen not in found.layers:
+            layers = ", ".join(map(str, found.layers))
+            asked = "is of no layer" if layer is None else f"is of layer {layer}"
+            raise InputError(f"{flag} {where}: has encoders of layers {layers}; the tap {asked}")
+        sae = found.layout.read(found.folder, chosen)
+    if decodes and sae.crosses:
+        raise InputError(
+            f"{flag} {where}: is a cross-layer transcoder, whose reconstruction needs the latents "
+            "of all layers up to its own; only its latents are computed"
+        )
+    sae = replace(sae, decodes=decodes)
     check_tensors(sae)
     return replace(sae, sampled=sampled_files(sae))
 
 
+def _names(folder: AnyPath) -> list[str]:
+    """Return the names of the files in a directory itself."""
+    if isinstance(folder, Path):
+        return [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    depth = len(folder.parts) + 1
+    return [path.name for path in folder.below() if len(path.parts) == depth]
+
+
 def _hint(folder: AnyPath) -> str:
-    pickles = (".pt", ".pth", ".bin", ".pkl")
-    if any(path.name.endswith(pickles) for path in files_below(folder)):
+    pickles = (".bin", ".pkl", ".pickle")
+    if any(name.endswith(pickles) for name in _names(folder)):
         return "; pickles are never read, as reading them can run any program"
     return ""
-
-
-def _layout_of(folder: AnyPath) -> EncoderLayout | None:
-    return next((each for each in LAYOUTS if (folder / each.file).is_file()), None)

@@ -80,6 +80,8 @@ def reconstruction(
     if sae.rescales:
         found = found / arrays["decoder_norm"]
     made = product(found, arrays["W_dec"]) + arrays["b_dec"]
+    if sae.skips:
+        made = made + product(rows, arrays["W_skip"])
     if sae.normalize == "layer_norm":
         mean = rows.mean(axis=-1, keepdims=True)
         squares = xp.square(rows - mean).sum(axis=-1, keepdims=True)

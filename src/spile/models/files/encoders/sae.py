@@ -9,7 +9,7 @@ import xxhash
 from spile.core.config import canonical_json
 from spile.objects.paths import AnyPath
 
-# The tensors of each kind of encoder; a letter is an axis: width, latents.
+# The tensors of each kind of encoder; a letter is an axis: width, latents, or output.
 _TENSORS: dict[str, dict[str, str]] = {
     "standard": {"W_enc": "wl", "b_enc": "l"},
     "topk": {"W_enc": "wl", "b_enc": "l"},
@@ -32,8 +32,23 @@ class StoredTensor:
     file: AnyPath
     name: str  # in the file
     turned: bool = False  # stored transposed, as torch.nn.Linear does
-    repeated: bool = False  # one number stands for all latents
+    repeated: bool = False  # one number stands for all
     logarithm: bool = False  # its logarithm is stored
+
+
+def stored_tensors(file: AnyPath, names: Mapping[str, str]) -> dict[str, StoredTensor]:
+    """Return where tensors lie, from our names and those in the file.
+
+    After a name in the file, `T` says that the tensor is transposed, `1` that it is one number for
+    all, `log` that its logarithm is stored.
+    """
+    found: dict[str, StoredTensor] = {}
+    for ours, told in names.items():
+        name, *form = told.split()
+        found[ours] = StoredTensor(
+            file, name, turned="T" in form, repeated="1" in form, logarithm="log" in form
+        )
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +64,11 @@ class Sae:
     normalize: str = "none"
     subtracts: bool = True  # whether it subtracts the decoder's bias from its input
     rescales: bool = False  # whether it scales latents by the norms of their decoder rows
-    hook: str | None = None  # TransformerLens name of the hook it was trained on
+    hook: str | None = None  # TransformerLens name of the hook it reads
+    writes: str | None = None  # of a transcoder: the hook whose values it reconstructs
+    target: int | None = None  # of a transcoder: values in such a row
+    skips: bool = False  # whether a matrix of its input is added to its output
+    crosses: bool = False  # whether it is a layer of a cross-layer transcoder
     raw: bool = False  # in Gemma Scope's own format
     # Tensors that lie elsewhere than `file`, or in another form, by name.
     places: Mapping[str, StoredTensor] = field(default_factory=dict[str, StoredTensor], hash=False)
@@ -58,12 +77,14 @@ class Sae:
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """The tensors to read, and the shape of each."""
-        sizes = {"w": self.width, "l": self.latents}
+        sizes = {"w": self.width, "l": self.latents, "o": self.target or self.width}
         axes = dict(_TENSORS[self.architecture])
         if self.subtracts or self.decodes:
-            axes["b_dec"] = "w"
+            axes["b_dec"] = "o"
         if self.rescales or self.decodes:
-            axes["W_dec"] = "lw"
+            axes["W_dec"] = "lo"
+        if self.skips and self.decodes:
+            axes["W_skip"] = "wo"
         return {name: tuple(sizes[axis] for axis in each) for name, each in axes.items()}
 
     def place(self, name: str) -> StoredTensor:

@@ -1,9 +1,13 @@
-"""Settings of an encoder in an untrusted JSON file."""
+"""Settings of an encoder in an untrusted file, JSON or YAML."""
 
+import importlib
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from spile.core.errors import InputError
+from spile.objects.paths import AnyPath, size_of
+
+_MOST_YAML = 1 << 16
 
 
 class SaeSettings:
@@ -30,3 +34,20 @@ class SaeSettings:
                 f"{self.path}: unknown key {odd[0]!r}: whether it changes the latents is not "
                 "known, so none are computed"
             )
+
+
+def read_yaml(path: AnyPath) -> dict[str, Any]:
+    """Return the mapping in an untrusted YAML file; empty if it holds anything else.
+
+    Raises:
+        InputError: if it is too large, or not YAML.
+    """
+    if (size := size_of(path)) > _MOST_YAML:
+        raise InputError(f"{path}: has {size} bytes; at most {_MOST_YAML} are read")
+    yaml: Any = importlib.import_module("yaml")  # (only when needed: a slow import)
+    try:
+        found = yaml.safe_load(path.read_bytes())
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{path}: not YAML ({reason})") from None
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}

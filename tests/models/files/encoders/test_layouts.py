@@ -1,0 +1,110 @@
+"""Every published layout: latents and reconstructions are those of its own project's code.
+
+The projects' code made the files and what is expected of them: see `tests/fixtures/encoders`.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spile.core.errors import InputError
+from spile.models.files.encoders import LAYOUTS, find_layout, open_sae
+from spile.models.files.encoders.arithmetic import latents_of, reconstruction
+from spile.models.files.encoders.sae import Sae
+from spile.models.files.encoders.tensors import load_arrays
+from spile.models.splices import kth_largest
+
+FIXTURES = Path(__file__).parents[3] / "fixtures" / "encoders"
+FOLDERS = sorted(path.name for path in FIXTURES.iterdir() if path.is_dir())
+# Where the encoder lies in its folder, if not in itself; and what it reads and writes.
+INSIDE = {
+    "qwen_scope": "SAE-Res-Qwen3-1.7B-Base-W32K-L0_6", "sparsify": "layers.1",
+    "sparsify_transcoder": "layers.1.mlp",
+}  # fmt: skip
+_MLP = ("mlp.hook_in", "hook_mlp_out")
+_STREAM = ("hook_resid_post", None)
+HOOKS = {
+    "circuit_tracer_clt": ("hook_resid_mid", "hook_mlp_out"),
+    "circuit_tracer_relu": _MLP,
+    "circuit_tracer_skip": _MLP,
+    "gemma_scope_2": _STREAM,
+    "gemma_scope_2_clt": _MLP,
+    "gemma_scope_2_transcoder": _MLP,
+    "gemma_scope_transcoder": (None, None),
+    "qwen_scope": _STREAM,
+    "sparsify": _STREAM,
+    "sparsify_transcoder": _MLP,
+}
+CROSS_LAYER = ("circuit_tracer_clt", "gemma_scope_2_clt")
+
+
+def where(name: str) -> str:
+    return str(FIXTURES / name / INSIDE.get(name, ""))
+
+
+def wanted(name: str) -> dict[str, np.ndarray]:
+    with np.load(FIXTURES / name / "wanted.npz") as found:
+        return dict(found)
+
+
+def latents(sae: Sae, rows: np.ndarray) -> np.ndarray:
+    return latents_of(sae, load_arrays(sae)[0], rows, np, np.matmul, kth_largest)
+
+
+def test_every_layout_has_a_fixture() -> None:
+    found = {find_layout(Path(where(name))) for name in FOLDERS}
+    layouts = {each.layout for each in found if each}
+    assert None not in found
+    assert {each.tool for each in LAYOUTS if each not in layouts} <= {"SAELens", "Llama Scope"}
+
+
+@pytest.mark.parametrize("name", [name for name in FOLDERS if name not in CROSS_LAYER])
+def test_latents_and_reconstructions_are_the_projects_own(name: str) -> None:
+    sae, expected = open_sae(where(name), layer=1, decodes=True), wanted(name)
+    arrays, digests = load_arrays(sae)
+    found = latents_of(sae, arrays, expected["rows"], np, np.matmul, kth_largest)
+    np.testing.assert_array_equal(found != 0, expected["latents"] != 0)
+    np.testing.assert_allclose(found, expected["latents"], atol=5e-6)
+    made = reconstruction(sae, arrays, expected["rows"], np, np.matmul, kth_largest)
+    np.testing.assert_allclose(made, expected["decoded"], atol=2e-5)
+    assert digests.keys() == sae.tensors().keys()
+    # The latents alone need no decoder, unless its norms scale them.
+    alone = open_sae(where(name), layer=1)
+    assert ("W_dec" in alone.tensors()) == alone.rescales
+    np.testing.assert_array_equal(latents(alone, expected["rows"]), found)
+    block = "blocks.1."
+    hooks = HOOKS.get(name, _STREAM)
+    assert (sae.hook, sae.writes) == tuple(hook and block + hook for hook in hooks)
+
+
+@pytest.mark.parametrize("name", CROSS_LAYER)
+def test_latents_of_every_layer_of_a_cross_layer_transcoder(name: str) -> None:
+    expected = wanted(name)
+    for layer, rows in enumerate(expected["rows"]):
+        sae = open_sae(where(name), layer=layer)
+        found = latents(sae, rows)
+        np.testing.assert_array_equal(found != 0, expected["latents"][layer] != 0)
+        np.testing.assert_allclose(found, expected["latents"][layer], atol=5e-6)
+        hooks = tuple(f"blocks.{layer}.{hook}" for hook in HOOKS[name] if hook)
+        assert (sae.hook, sae.writes) == hooks
+    with pytest.raises(InputError, match="is a cross-layer transcoder"):
+        open_sae(where(name), layer=1, decodes=True)
+    with pytest.raises(InputError, match="has encoders of layers 0, 1, 2; the tap is of layer 7"):
+        open_sae(where(name), layer=7)
+    with pytest.raises(InputError, match="has encoders of layers 0, 1, 2; the tap is of no layer"):
+        open_sae(where(name))
+
+
+def test_a_file_of_a_directory_names_its_layer() -> None:
+    for name, file, layer in (
+        ("qwen_scope", "layer0.sae.pt", 0),
+        ("circuit_tracer_skip", "layer_1.safetensors", 1),
+        ("circuit_tracer_clt", "W_enc_2.safetensors", 2),
+        ("gemma_scope_2_clt", "params_layer_0.safetensors", 0),
+    ):
+        by_file = open_sae(f"{where(name)}/{file}")
+        assert by_file.identity() == open_sae(where(name), layer=layer).identity()
+        assert by_file.hook and by_file.hook.startswith(f"blocks.{layer}.")
+    whole = open_sae(f"{where('dictionary_learning_topk')}/ae.pt")
+    assert whole.identity() == open_sae(where("dictionary_learning_topk")).identity()
