@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 import spile
 from chaos.harness import check_sound, run
@@ -47,6 +49,67 @@ def test_a_tuned_lens_is_the_map_of_least_squares(
         assert np.abs(found - made).max() < 1e-3 * np.abs(y).max()
     lens = open_lens(str(tmp_path / "lens"))
     assert lens.layers == (0, 1) and (lens.load(0)["matrix"] == state["1.weight"].numpy()).all()
+
+
+def torch_jacobians(model: Path, prompts: list[np.ndarray]) -> dict[int, np.ndarray]:
+    """The estimator of github.com/anthropics/jacobian-lens, as its paper defines it, in torch."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    streams: dict[int, torch.Tensor] = {}
+    for number, layer in enumerate(network.model.layers):
+
+        def keep(_: Any, __: Any, out: Any, number: int = number) -> Any:
+            found = out[0] if isinstance(out, tuple) else out
+            streams[number] = found.requires_grad_() if number == 0 else found
+
+        layer.register_forward_hook(keep)
+    last = len(network.model.layers) - 1
+    sums = {layer: 0.0 for layer in range(last)}
+    for prompt in prompts:
+        network(torch.tensor(prompt.tolist())[None])
+        valid = torch.arange(16, len(prompt) - 1)
+        rows = []
+        for channel in range(streams[last].shape[-1]):
+            cotangent = torch.zeros_like(streams[last])
+            cotangent[0, valid, channel] = 1.0
+            sources = [streams[layer] for layer in range(last)]
+            gradients = torch.autograd.grad(streams[last], sources, cotangent, retain_graph=True)
+            rows.append([each[0, valid].mean(dim=0) for each in gradients])
+        for layer in range(last):
+            sums[layer] += torch.stack([row[layer] for row in rows]).detach().numpy()
+    return {layer: np.asarray(total) / len(prompts) for layer, total in sums.items()}
+
+
+def test_a_jacobian_lens_is_that_of_torchs_autograd(
+    model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    lines = [json.loads(line)["text"] for line in corpus.read_text().splitlines()[:8]]
+    texts = tmp_path / "texts.jsonl"  # every other one is too short to be a prompt
+    texts.write_text(
+        "".join(
+            json.dumps({"text": t[: 10 if n % 2 else None]}) + "\n" for n, t in enumerate(lines)
+        )
+    )
+    fitted(
+        model, texts, tmp_path / "lens", "jacobian", "--unit-tokens", "80", "--batch-tokens", "64"
+    )
+    check_sound(tmp_path / "lens/sums")
+    told = spile.open(str(tmp_path / "lens/sums"))
+    assert told.num_units > 1 and told.recipe.where == "pos >= 16 and (not last)"
+    recipe = spile.Recipe(
+        model=str(model), corpus=str(texts), taps="embed", seq_len=32, long_docs="truncate",
+    )  # fmt: skip
+    spile.extract(recipe, tmp_path / "rows", progress=False)
+    rows = spile.open(str(tmp_path / "rows"))
+    tokens = [rows.document(doc).index["token_id"] for doc in range(8)]
+    prompts = [each for each in tokens if len(each) > 17]
+    assert len(prompts) == 4
+    found = torch.load(tmp_path / "lens/lens.pt", weights_only=True)
+    assert found["n_prompts"] == len(prompts) and found["source_layers"] == [0, 1]
+    for layer, wanted in torch_jacobians(model, prompts).items():
+        own = told.reduced(f"resid_post.{layer}").means[0]
+        np.testing.assert_allclose(own, wanted, atol=2e-5 * np.abs(wanted).max())
+        stored = found["J"][layer].float().numpy()
+        np.testing.assert_allclose(stored, wanted, atol=1e-3 * np.abs(wanted).max())
 
 
 def test_a_lens_is_made_again_from_its_sums_with_the_same_bytes(

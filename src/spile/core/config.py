@@ -148,8 +148,8 @@ class Recipe(Options):
     reduce: str | None = option(
         "store no rows, but for each label the count and mean of all tokens that --where and "
         "--every keep; with var, cov or moments also their variance, covariance or second "
-        "moments, with cov:TAP those of each tap and this one together: `ds.reduced` returns "
-        "them, in float64"
+        "moments, with cov:TAP those of each tap and this one together; jacobian:TAP: this tap's "
+        "mean Jacobian with respect to each: `ds.reduced` returns them, in float64"
     )
     by: str | None = option(
         "with --reduce, the column whose values are the labels, several joined by commas, or role "

@@ -14,9 +14,9 @@ SPEAKERS = tuple(role for role in ROLES if role != "template")
 MOMENTS = "moments"  # mean and variance
 COVARIANCE = "covariance"  # mean and covariance
 JACOBIAN = "jacobian"  # the mean Jacobian of a later tap with respect to each tap
-REDUCED_TO = ("count", "mean", "var", "cov", "cov:TAP", "moments")
+REDUCED_TO = ("count", "mean", "var", "cov", "cov:TAP", "moments", "jacobian:TAP")
 _ASKED = {MOMENTS: "mean,var", COVARIANCE: "mean,cov", JACOBIAN: "jacobian"}
-_OF_ANOTHER = re.compile(r"(cov):(\w+\.\d{1,9})")
+_OF_ANOTHER = re.compile(r"(cov|jacobian):(\w+\.\d{1,9})")
 ROLE = "role"  # in place of a column: who speaks
 
 

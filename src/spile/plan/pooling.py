@@ -60,6 +60,10 @@ def refuse_pool(
             f"{asked}: a column gives characters of a text, and chats are rendered; pool over "
             f"{pool.by}:{TURN} or a role"
         )
+    if pool.by == JACOBIAN and recipe.compute_dtype == "float8_e4m3":
+        raise ConfigError(
+            f"{asked}: products in 8 bits have no gradient; give another --compute-dtype"
+        )
     refuse_sums(pool, recipe.store_dtype, recipe.seq_len, taps, arch, encoded)
 
 

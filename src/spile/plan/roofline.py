@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from spile.core.config import activation_dtype
-from spile.core.pool import MOMENTS
+from spile.core.pool import JACOBIAN, MOMENTS
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.dataset.codec.quantization import QUANTIZED
 from spile.models.config.arch import GATED_DELTA, SHORT_CONVOLUTION, Arch, Layer
@@ -178,6 +178,8 @@ class Workload:
     @cached_property
     def stored(self) -> int:
         """Bytes of the rows that leave the device."""
+        if self.pool == JACOBIAN:
+            return _PART * self._products
         if self.pool:
             values = sum(map(self._part_values, self.taps))
             values *= 2 if self.pool == MOMENTS else 1
@@ -194,6 +196,9 @@ class Workload:
         widest = max(tap.width(self.arch, self.seq_len) for tap in self.taps)
         beside = self.other.width(self.arch, self.seq_len) if self.other else 0
         deviations = 2 * self._own * (widest + beside) * _PART if self.labels else 0
+        if self.pool == JACOBIAN:  # and each tap's gradients
+            widths = (tap.width(self.arch, self.seq_len) for tap in self.taps)
+            return 2 * self.stored + self._own * sum(widths) * self.item
         if self.pool and not self.encoders and not self.labels:  # and one tap's values as computed
             return 2 * self.stored + self._own * widest * self.item
         late = self.store_dtype in QUANTIZED or self.encoders or self.labels
@@ -257,6 +262,8 @@ class Workload:
         # An autoencoder that replaces values runs inside a block.
         latents = max((each.sae.latents for each in self.splices if each.sae), default=0)
         held += 2 * _SCORE * min(AT_ONCE, self._own * latents)
+        if self.pool == JACOBIAN:  # what a pass back reads is kept of every block
+            held *= self.depth
         if self.cuts.layout.fsdp == 1:
             return held
         # The running block is gathered, and the next one meanwhile.
@@ -297,6 +304,8 @@ class Workload:
         if self.arch.layer_embed and self.depth:
             total += 2 * self.arch.num_layers * self.arch.layer_embed * self.arch.width
         total += sum(splice.flops for splice in self.splices)
+        if self.pool == JACOBIAN and self.other:  # each channel takes a pass back
+            total *= 1 + self.other.width(self.arch, self.seq_len)
         beside = self._encoding + (self._products if self.labels else 0)
         return total * self._own + self._held(2 * beside)
 
@@ -445,9 +454,12 @@ class Workload:
 
     @property
     def _products(self) -> int:
-        """Values of a label's products of deviations, over all taps."""
+        """Values of a label's products of deviations, or of Jacobians, over all taps."""
         beside = self.other.width(self.arch, self.seq_len) if self.other else 0
-        return sum((tap.width(self.arch, self.seq_len) + beside) ** 2 for tap in self.taps)
+        widths = (tap.width(self.arch, self.seq_len) for tap in self.taps)
+        if self.pool == JACOBIAN:
+            return sum(width * beside for width in widths)
+        return sum((width + beside) ** 2 for width in widths)
 
     def _met_bytes(self, tap: Tap, dtype: str) -> int:
         stored = tap.dtype(dtype)

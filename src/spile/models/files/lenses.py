@@ -30,7 +30,7 @@ from spile.objects.opened import Opened, opened
 from spile.objects.paths import AnyPath, path_of, read_json
 
 TUNED, JACOBIAN = "tuned", "jacobian"
-LENS_KINDS = (TUNED,)
+LENS_KINDS = (TUNED, JACOBIAN)
 _CONFIG, _PARAMS, _LENS = "config.json", "params.pt", "lens.pt"
 _TRANSLATOR = re.compile(r"(\d{1,6})\.(weight|bias)")
 

@@ -19,13 +19,14 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 from jax.tree_util import Partial
 from jaxtyping import Array
 
 from spile.core.config import activation_dtype
-from spile.core.pool import COVARIANCE
+from spile.core.pool import COVARIANCE, JACOBIAN
 from spile.corpus.pack import Batch
 from spile.dataset.codec.quantization import QUANTIZED
 from spile.dataset.codec.statistics import TapStats
@@ -34,6 +35,8 @@ from spile.models.config.arch import Arch, Layer
 from spile.models.files.encoders.sae import SparseEncoder
 from spile.models.forward.attention import narrowed
 from spile.models.forward.decoder import AFTER, BEFORE, Beside, Decoder, Inputs
+from spile.models.forward.gradient import linearized
+from spile.models.forward.jacobian import jacobian_sums, prompts_of
 from spile.models.forward.kernels.attention import chosen_kernels, for_platform
 from spile.models.forward.pooling import Pooling
 from spile.models.forward.sharding import PINNED, Shards, local_runs, put
@@ -446,9 +449,33 @@ class StepSettings:
         self, params: Params, extras: Extras, inputs: StepInputs, contexts: int, part: int
     ) -> Computed:
         """Run the whole model; return the rows of each tap as they are stored."""
+        if self.pool == JACOBIAN:
+            return self._jacobians(params, extras.changes, inputs, contexts)
         values = self.values(params, extras.changes, inputs.read, contexts)
         taps = {tap.name: tap for tap in self.taps}
         return self.stored(values, taps, self.encoders, extras, inputs, part)
+
+    def _jacobians(
+        self, params: Params, changes: tuple[Partial, ...], inputs: StepInputs, contexts: int
+    ) -> Computed:
+        """Run the whole model, and a backward pass for each channel of the tap beside the others.
+
+        The parts of pooled rows are how many prompts a packed row holds.
+        """
+        assert self.beside
+        with self._precision():
+            decoder = Decoder(
+                self.arch, (), self.computed, self._attention(inputs.read, contexts),
+                self.place.shards, dict(zip(self.spliced, changes, strict=True)),
+                sites=tuple(tap for tap in self.taps if tap != self.beside), aims=(self.beside,),
+            )  # fmt: skip
+            _, aims, pullback = linearized(decoder, params, inputs.read, self.schedule)
+            name = self.beside.name
+            prompts = prompts_of(inputs.read, inputs.counts)
+            sums, finite = jacobian_sums(pullback, name, aims[name], prompts)
+        return jacobian_parts(
+            sums, finite, prompts.counts, inputs.sizes.shape[1], self.place, gathers=self.gathers
+        )
 
     def contexts(self, batch: Batch) -> int:
         """The number of contexts to compile for; 0 if the kernel takes any number."""
@@ -496,6 +523,39 @@ class StepSettings:
         return (
             partial(narrowed, attention=attention) if self._attended != self.computed else attention
         )
+
+
+def jacobian_parts(
+    sums: Mapping[str, Array],
+    finite: Array,
+    prompts: Array,
+    slots: int,
+    place: StepDevices,
+    *,
+    gathers: bool,
+) -> Computed:
+    """Return sums of Jacobians in the form of parts of pooled rows, and of products.
+
+    Args:
+        sums: by tap, of all prompts.
+        finite: of each packed row.
+        prompts: how many prompts each packed row holds: its first slot has them.
+        slots: of a packed row.
+    """
+    counts = jnp.where(finite, prompts.astype(jnp.float32), jnp.nan)
+    parts = jnp.zeros((len(counts), slots, 1), jnp.float32).at[:, 0, 0].set(counts)
+    parts = parts.reshape(-1, 1)
+    # Every device has the whole sum; the host adds up what each holds.
+    held = {tap: found[None, None] for tap, found in sums.items()}
+    if place.shards and not gathers:
+        parts = place.shards.runs(parts)
+        first = jnp.arange(place.devices)[:, None, None, None] == 0
+        held = {tap: place.shards.runs(jnp.where(first, own, 0.0)) for tap, own in held.items()}
+    elif place.shards:
+        parts = place.shards.runs(parts)
+        whole = place.shards.whole
+        held = {n: jax.lax.with_sharding_constraint(own, whole) for n, own in held.items()}
+    return dict.fromkeys(sums, parts), {tap: {PRODUCTS: own} for tap, own in held.items()}
 
 
 class Programs:
