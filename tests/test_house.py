@@ -33,6 +33,8 @@ EXEMPT = {
     "dataset/read/reduced.py": "e2e/test_reduce.py",
     "dataset/read/tap_groups.py": "dataset/read/test_dataset.py",
     "dataset/read/window.py": "dataset/read/test_batches.py",
+    "features/parts.py": "features/test_run.py",
+    "features/source.py": "features/test_run.py",
     "fleet/ray/driver.py": "chaos/test_ray.py",
     "models/config/family.py": "models/config/test_families.py",
     "models/config/hf_layers.py": "models/config/test_hf_config.py",

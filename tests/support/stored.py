@@ -613,7 +613,7 @@ def add_pass(
     rng = np.random.default_rng(seed)
     like = make_table(taps=taps, dtype=dtype)
     of_taps = {name: getattr(like.recipe, name) for name in ("taps", "store_dtype")}
-    recipe = dataclasses.replace(made.table.recipe, encode={}, **{**of_taps, **changes})
+    recipe = dataclasses.replace(made.table.recipe, **{"encode": {}, **of_taps, **changes})
     fingerprint = recipe.fingerprint()
     table = dataclasses.replace(
         made.table, recipe=recipe, fingerprint=fingerprint, taps=like.taps, tokenizer={}

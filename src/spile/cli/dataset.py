@@ -232,24 +232,26 @@ def add_drop(verbs: Verbs) -> None:
     sub = verbs.add(
         "drop",
         drop,
-        "drop taps that were added to a dataset; gc then frees their space",
+        "drop taps that were added to a dataset, or features; gc then frees their space",
         epilog="  spile drop acts/demo --taps mlp_out.20\n  spile gc acts/demo",
     )
     sub.place("out")
-    sub.add(
-        "--taps",
-        "comma separated; taps added by one --add-taps are dropped together",
-        "T",
-        required=True,
-    )
+    what = sub.either()
+    what.add("--taps", "comma separated; taps added by one --add-taps are dropped together", "T")
+    what.add("--features", "names of features, comma separated, as in `spile status`", "NAME")
 
 
 def drop(arguments: argparse.Namespace) -> None:
+    from spile.dataset.maintain.features import drop_features
     from spile.dataset.records.ledger import Ledger
     from spile.dataset.records.passes import drop_taps
 
-    asked = [name for name in map(str.strip, arguments.taps.split(",")) if name]
-    gone = drop_taps(Ledger(open_objects(arguments.out)), asked)
+    given = arguments.taps or arguments.features
+    if not given:
+        raise ConfigError("drop: name --taps or --features")
+    asked = [name for name in map(str.strip, given.split(",")) if name]
+    drop = drop_taps if arguments.taps else drop_features
+    gone = drop(Ledger(open_objects(arguments.out)), asked)
     if arguments.json:
         print(json.dumps({"dropped": gone}))
     else:

@@ -137,6 +137,12 @@ def status_text(out: str, status: "Status") -> str:
     lines += _workers(status)
     for each in status.passes:
         lines += _pass(each)
+    for found in status.features:
+        more = f", {plural(found.parts, 'part')} counted since" if found.parts else ""
+        lines.append(
+            f"  features   {found.name}: {plural(found.latents, 'latent')}, {found.units:,} of "
+            f"{status.units:,} units{more}, {size(found.bytes)}"
+        )
     return "\n".join(lines)
 
 

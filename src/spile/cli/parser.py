@@ -15,6 +15,7 @@ from spile.cli import (
     dataset,
     doctor,
     extract,
+    features,
     ingest,
     launch,
     legacy,
@@ -42,6 +43,7 @@ _VERBS = {  # as `spile --help` lists them
         legacy.add_legacy,
     ),
     "look at one": (
+        features.add_features,
         look.add_status,
         look.add_ls,
         look.add_serve,

@@ -32,6 +32,9 @@
                              the units that the worker holds: NAME@UNIT@UNIT.json
     passes/NAME/             more taps of the same rows (`passes.py`): pass.json, and done/,
                              attempts/, segments/ … as in a dataset; dropped.json once dropped
+    features/NAME/           what `spile features` counted of a tap's latents (`features.py`):
+                             features.json, done/, parts/, summaries/, columns/, logits/;
+                             dropped.json once dropped
     scratch/                 rows between two sweeps of `spile shuffle`, until it ends
     damaged/TOKEN/KEY        a record that `spile verify --repair` moved aside, until `gc`
     removing.json            the former units.json, while `spile rm` removes the rest
@@ -86,6 +89,12 @@ PASSES = "passes/"
 PASS = "pass.json"  # in the folder of a pass
 DROPPED = "dropped.json"
 GENERATIONS = "generations/"
+FEATURES = "features/"
+FEATURE_SET = "features.json"  # in the folder of one, as are the following
+PARTS = "parts/"
+SUMMARIES = "summaries/"
+FEATURE_COLUMNS = "columns/"
+LOGITS = "logits/"
 
 SIGNED = "signature-v2.sha256"  # the list of digests
 SIGNATURE = f"{SIGNED}.sig"
@@ -94,7 +103,7 @@ DERIVED = (UNIT_COLUMNS, SEGMENTS, MANIFEST_COLUMNS, TOKENIZER, DIGESTS, GENERAT
 # A dataset consists of these records and of everything in these folders; a copy has all of it. (A
 # pass is a folder with the same contents.)
 RECORDS = (UNITS, PASS, MODEL, SCALES, MANIFEST, CHECK, PREDICTION, *SIGNATURES)
-FOLDERS = (ATTEMPTS, DONE, *DERIVED, PASSES)
+FOLDERS = (ATTEMPTS, DONE, *DERIVED, PASSES, FEATURES)
 PASSING = (WORKERS, SCRATCH, DAMAGED)  # folders that serve a run or a repair, and go
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")  # as in a recipe's identity
@@ -109,6 +118,8 @@ _OF_A_DATASET = re.compile(
     rf"{'|'.join(map(re.escape, (*RECORDS, DROPPED, REMOVING)))}"
     r"|generations/\d{8}\.json|(?:generations/\d{8}/)?(?:manifest\.json|"
     r"(?:units|segments|manifest)/[^/]+\.safetensors)|digests/[^/]+\.safetensors"
+    rf"|{FEATURES}[A-Za-z0-9][A-Za-z0-9_.-]*/(?:{re.escape(FEATURE_SET)}|{re.escape(DROPPED)}"
+    rf"|(?:{PARTS}|{FEATURE_COLUMNS})[^/]+\.safetensors|(?:{DONE}|{SUMMARIES}|{LOGITS})\d{{8}}\.json)"
     r"|tokenizer/[^/]+/[^/]+|done/\d{6}/\d{8}\.json|workers/(?:\d{6}/)?[^/]+\.json"
     r"|attempts/\d{6}/\d{8}/[^/]+/[^/]+\.safetensors(?:\.zst)?|(?:scratch|damaged)/.+)"
 )
@@ -250,6 +261,16 @@ def generation_folder(number: int) -> str:
 def pass_prefix(name: str) -> str:
     """Return the folder of a pass."""
     return f"{PASSES}{name}/"
+
+
+def feature_prefix(name: str) -> str:
+    """Return the folder of a set of features."""
+    return f"{FEATURES}{name}/"
+
+
+def numbered(folder: str, number: int) -> str:
+    """Return the key of a record of a set of features: of a unit, a summary, a block of logits."""
+    return f"{folder}{number:08d}.json"
 
 
 def split_pass_key(key: str) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from spile.core.tap_order import sorted_taps
+from spile.dataset.records.features import live_sets
 from spile.dataset.records.heartbeat import HeartbeatObserver, read_workers
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import named, readable_passes
@@ -42,6 +43,18 @@ class PassStatus(Progress):
     name: str
 
 
+@dataclass(frozen=True)
+class FeatureStatus:
+    """A set of features: what `spile features` has counted so far."""
+
+    name: str
+    tap: str
+    latents: int
+    units: int  # in the newest summary
+    parts: int  # counted since
+    bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Status(Progress):
     """A snapshot of a dataset's state: of the taps that it was made with, and of its passes."""
@@ -58,6 +71,7 @@ class Status(Progress):
     seconds: float  # spent by slices on the finished units
     prediction: dict[str, Any] | None
     passes: list[PassStatus] = field(default_factory=list[PassStatus])
+    features: list[FeatureStatus] = field(default_factory=list[FeatureStatus])
 
     @property
     def over(self) -> bool:
@@ -92,7 +106,16 @@ def read_status(objects: Objects, observer: HeartbeatObserver | None = None) -> 
         seconds=done.seconds,
         prediction=prediction and asdict(prediction),
         passes=list(_passes(ledger, table, observer)),
+        features=list(_features(ledger)),
     )
+
+
+def _features(ledger: Ledger) -> Iterator[FeatureStatus]:
+    for each, spec in live_sets(ledger):
+        summaries = each.summaries()
+        behind = summaries[-1] if summaries else 0
+        parts = sum(first >= behind for first in each.parts())
+        yield FeatureStatus(each.name, spec.tap, spec.latents, behind, parts, each.bytes)
 
 
 def _passes(

@@ -15,6 +15,7 @@ continues after a kill, and any other is refused (`NewDataset`).
 """
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -40,11 +41,13 @@ from spile.dataset.codec.shard import (
 from spile.dataset.format import Done, Shard, TapInfo
 from spile.dataset.maintain.finished import FinishedRecords, RecordsSummary
 from spile.dataset.read.checked_file import WINDOW_BYTES, CheckedFile
+from spile.dataset.records.features import live_sets
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.table import Table, create_table, read_tokenizer
 from spile.dataset.write.unit_writer import Attempt
 from spile.objects import PROBES, Objects
 
+_log = logging.getLogger("spile.dataset")
 T = TypeVar("T")
 
 SHARD_BYTES = 1 << 30
@@ -385,6 +388,11 @@ def copy_records(source: Objects, records: FinishedRecords, dest: Objects) -> bo
             return False
     ledger = Ledger(source)
     table = ledger.table()
+    for _, spec in live_sets(ledger):
+        _log.info(
+            "%s: features of %s are not taken along; `spile features %s` makes them again",
+            source.url, spec.tap, dest.url,
+        )  # fmt: skip
     for name, data in read_tokenizer(source, table).items():
         dest.create(table.tokenizer[name].key, data)
     return True

@@ -10,6 +10,7 @@ import numpy as np
 from spile.core.errors import ConfigError, CorruptError
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
+from spile.dataset.maintain.features import collect_features
 from spile.dataset.records.heartbeat import warn_unreadable, working
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.manifest import named_by, named_files
@@ -32,7 +33,8 @@ def collect_garbage(
     being repaired, and leftovers of records that exist. With `abandoned`, it also deletes attempts
     of unfinished units: the user must be sure that nothing runs.
 
-    It deletes all of a dropped pass, except the record that it is dropped.
+    It deletes all of a dropped pass and of dropped features, except the record that they are
+    dropped, and parts of features that a summary has taken in.
 
     The keys of one group are held at a time.
     """
@@ -47,6 +49,7 @@ def collect_garbage(
 
     keys = (key for key in objects.list() if not key.startswith(fmt.PASSES))
     _collect(ledger, keys, abandoned, note)
+    collect_features(ledger, lambda key: note([_delete(objects, key)], 1))
     sound = {each.name for each, _ in readable_passes(ledger, ledger.table())}
     for name in pass_names(objects):
         each = Pass(ledger, name)

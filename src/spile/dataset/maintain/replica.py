@@ -30,6 +30,7 @@ from spile.dataset.maintain.copy import (
     refuse_nested,
     refuse_strangers,
 )
+from spile.dataset.maintain.features import copy_features
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.manifest import Manifest, manifest_of, named_by
 from spile.dataset.records.passes import (
@@ -177,6 +178,7 @@ def replicate(
     there = count.units if len(places) == 1 else len(Ledger(dest).done_units())
     for ledger in reversed(places):
         _copy_beside(source, dest, ledger, beside[ledger.prefix].after_units, count)
+    copy_features(own, dest, count.add)
     copier.clean()
     return Copied(
         dest=dest.url,

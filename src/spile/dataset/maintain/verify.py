@@ -25,6 +25,7 @@ from spile.dataset.codec.quantization import scales_from_json
 from spile.dataset.codec.statistics import TapStats
 from spile.dataset.format import Done
 from spile.dataset.maintain.audit import Audit, audit_listed, audit_unit
+from spile.dataset.maintain.features import audit_features
 from spile.dataset.maintain.signature import (
     SignedList,
     check_beside,
@@ -150,6 +151,10 @@ def verify(
                 f"{prefix}{fmt.PASS}: {taps} were added, and a signature covers only the taps that "
                 "a dataset was made with; `spile drop` them, or sign a copy by `spile compact`"
             )
+    if report.units:
+        faults, orphans = audit_features(ledger, quick=quick)
+        report.faults += faults
+        report.orphans += orphans
     if journal:
         journal.end()
     return report
@@ -486,6 +491,8 @@ def _others(ledger: Ledger, table: Table, report: Report) -> Iterator[str]:
     for key in ledger.objects.list():
         if fmt.split_pass_key(key)[0] in passes or key.endswith(f"/{fmt.DROPPED}"):
             continue
+        if key.startswith(fmt.FEATURES):
+            continue  # (`features.py` looks at these)
         unit, attempt = fmt.parse_done_key(key), fmt.parse_attempt_key(key)
         if unit is not None and layout.done_key(unit) == key:
             beyond |= {key: unit} if unit >= report.units else {}

@@ -27,6 +27,7 @@ from spile.dataset.read.checked_file import CheckedObjects
 from spile.dataset.read.choice import RowChoice, row_choice
 from spile.dataset.read.document import Document
 from spile.dataset.read.dtypes import given_dtype
+from spile.dataset.read.features import Features, choose_features, feature_sets
 from spile.dataset.read.latents import Latents, read_latents
 from spile.dataset.read.notebook import dataset_html
 from spile.dataset.read.order import BatchOptions, Normalize, Order, Shuffle
@@ -298,6 +299,52 @@ class Dataset:
         """
         return read_latents(self, tap, start, stop, dtype)
 
+    def features(self, tap: str) -> Features:
+        """Return what `spile features` has counted of a tap's latents; see `Features`.
+
+        Args:
+            tap: any name of the tap; or `TAP:DIRECTION`, or the name of a set of features.
+
+        Raises:
+            ConfigError: if there are none.
+        """
+        return choose_features(self.feature_sets, self._aliases.get(tap, tap), self.url)
+
+    @property
+    def feature_sets(self) -> list[Features]:
+        """Everything that `spile features` has summarized of the taps that are open."""
+        return feature_sets(self, self._store, self.taps)
+
+    def read_at(self, tap: str, rows: npt.NDArray[np.int64]) -> np.ndarray:
+        """Return rows of a tap by their numbers, ascending."""
+        tap = self.name(tap)
+        out = np.empty((len(rows), *self.shape(tap)), self.dtype(tap))
+        self._stored.take(tap, rows, out)
+        return out
+
+    def index_at(self, rows: npt.NDArray[np.int64]) -> np.ndarray:
+        """Return index entries of rows by their numbers, ascending."""
+        out = np.empty(len(rows), self._table.index_dtype)
+        for job in self._stored.index_jobs(rows, out):
+            job()
+        return out
+
+    def pass_of(self, tap: str) -> str:
+        """Return the folder of the pass that holds a tap; empty: the dataset itself."""
+        return self._part_of[self.name(tap)].prefix
+
+    def record(self, unit: int) -> fmt.Done:
+        """Return the record of a unit, with the files of all taps."""
+        place = self._units.find(unit)
+        if place is None:
+            raise StoreError(f"{self.url}: unit {unit} is not done")
+        return self._units[place]
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether the rows of a document lie all over the dataset."""
+        return bool(self._table.shuffled)
+
     def read_into(self, tap: str, start: int, out: np.ndarray) -> None:
         """Read rows from `start` on into a buffer of any float dtype, without a temporary."""
         tap = self.name(tap)
@@ -355,9 +402,7 @@ class Dataset:
         doc = self._tables.ordinal(doc)
         rows = np.concatenate([np.empty(0, np.int64), *self._rows_of(doc)])
         if len(rows):
-            entries = np.empty(len(rows), self._table.index_dtype)
-            for job in self._stored.index_jobs(rows, entries):
-                job()
+            entries = self.index_at(rows)
             order = np.argsort(entries["offset"], kind="stable")
             return Document(entries[order], self, rows[order])
         raise StoreError(
