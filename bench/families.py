@@ -332,7 +332,7 @@ def parity(name: str, options: argparse.Namespace) -> None:
             store_dtype=stored, place=StepDevices(jax.devices()[0]), attention=wanted,
         )  # fmt: skip
         try:
-            ((rows, _),) = ResidentStep(params, settings).compute(batch)
+            rows = ResidentStep(params, settings).compute(batch)[0].rows
             values = np.asarray(rows[taps[0].name], np.float32)
         except Exception as error:
             told.append(f"{wanted}: {str(error).splitlines()[0][:80]}")

@@ -1,6 +1,7 @@
 """A directory of rollouts is a corpus: speakers, answers, thinking, engines' log-probabilities."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,26 @@ def test_answers_of_other_engines_are_read_by_named_columns(
         assert ds.document(doc).index["offset"].tolist() == [2, 3, 4]
     ds = extracted(model, corpus, tmp_path / "answers", where="answer", **named)
     assert ds.index(0, 3)["token_id"].tolist() == [4, 5, 6]
+
+
+def test_rollouts_that_come_later_are_added(model: Path, made: Path, tmp_path: Path) -> None:
+    """A directory that is not finished is read as far as it is, and later to its end."""
+    growing, late = tmp_path / "growing", made / "data" / "000000"
+    shutil.copytree(made, growing)
+    *_, last = sorted(file.name for file in late.glob("*.parquet"))
+    (growing / "data" / "000000" / last).unlink()
+    begun = extracted(model, growing, tmp_path / "out", where="assistant")
+    shutil.copy(late / last, growing / "data" / "000000")
+    spile.extract(spile.Recipe(more=True), str(tmp_path / "out"))
+    grown = spile.open(str(tmp_path / "out"))
+    whole = extracted(model, made, tmp_path / "whole", where="assistant")
+    table, before = (each.documents().to_pylist() for each in (grown, begun))
+    assert len(before) == 20 and table[:20] == before
+    wanted = whole.documents().to_pylist()
+    for found, told in zip(table, wanted, strict=True):
+        assert {**found, "first_row": 0} == {**told, "first_row": 0}
+        rows = grown.document(found["doc"]).index["token_id"]
+        assert rows.tolist() == whole.document(told["doc"]).index["token_id"].tolist()
 
 
 def test_another_column_is_another_dataset(model: Path, made: Path, tmp_path: Path) -> None:

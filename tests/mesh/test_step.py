@@ -19,7 +19,7 @@ from spile.plan.splices import find_splices
 from spile.run.step.step import Step, StepDevices
 from support import saes, tiny
 from support.marks import some
-from support.meshes import make_batch, make_step, pooled, shards_of
+from support.meshes import make_batch, make_step, pooled, scored, shards_of
 
 CUT_THREE_WAYS, SQUARE = Layout(2, 2, 2), Layout(2, 1, 2)
 LAYOUTS = [Layout(8), Layout(1, 1, 8), Layout(1, 8), Layout(4, 1, 2), SQUARE, CUT_THREE_WAYS]
@@ -64,6 +64,24 @@ def test_rows_and_statistics_are_those_of_one_device(
         assert (cut.count, cut.nonfinite) == (exact.count, 0)
         np.testing.assert_allclose(cut.mean, exact.mean, atol=1e-5)
         np.testing.assert_allclose(cut.variance, exact.variance, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", some([SQUARE, Layout(1, 1, 3), CUT_THREE_WAYS], SQUARE), ids=str)
+def test_gaps_of_an_engine_are_those_of_one_device(model: Path, layout: Layout) -> None:
+    batch = scored(make_batch(24), 5)
+    everything = make_step(model, "logprob", None)(make_batch(24))
+    assert everything.gaps[0].size == 0
+    one, mesh = (
+        make_step(model, "resid_post:0", each, compares=True)(batch) for each in (None, layout)
+    )
+    docs, gaps = one.gaps
+    row, place = np.nonzero(batch.scored_docs)
+    assert len(docs) == len(row) and np.array_equal(docs, batch.scored_docs[row, place] - 1)
+    ends = np.cumsum(batch.counts) - batch.counts
+    own = everything.rows_of("logprob")[ends[row] + batch.scored[row, place]]
+    np.testing.assert_allclose(gaps, np.abs(own + 1.0), atol=1e-5)
+    assert np.array_equal(mesh.gaps[0], docs)
+    np.testing.assert_allclose(mesh.gaps[1], gaps, atol=1e-5)
 
 
 @pytest.mark.parametrize("gathers", [False, True])

@@ -10,6 +10,7 @@ from spile.metrics.values import (
     LABELS,
     NAMES,
     described,
+    disagreement_counts,
     memory_counts,
     next_token_counts,
     step_times,
@@ -61,6 +62,12 @@ def test_step_times_are_a_mean_and_two_percentiles() -> None:
     assert step_times([]) == {} and step_times([3.0])["step/p95"] == 3.0
 
 
+def test_disagreement_is_the_mean_over_compared_tokens_if_it_is_finite() -> None:
+    found = values_between({}, disagreement_counts(4, 1.0), 1.0)
+    assert found["model/disagreement"] == 0.25
+    assert "model/disagreement" not in values_between({}, disagreement_counts(4, math.nan), 1.0)
+
+
 def test_perplexity_is_of_the_tokens_between() -> None:
     before = next_token_counts(10, -math.log(1000) * 10)
     now = {name: value + more for (name, value), more in zip(
@@ -98,7 +105,8 @@ def test_every_value_has_a_name_in_the_table() -> None:
     counted = (
         "computed copied bytes uploaded waited_for_text waited_for_writing waited_for_weights "
         "queue_write peak_flops flops_per_token uploading spooled reading "
-        "preparing prepared device_busy device_idle positions stepped predicted surprise"
+        "preparing prepared device_busy device_idle positions stepped predicted surprise "
+        "compared gaps"
     )
     now = {**dict.fromkeys(counted.split(), 1.0), **tap_counts("embed", 1, 1.0, 1)}
     values = {**values_between({}, {**now, **memory_counts(0, 1, 2)}, 1.0), **step_times([1.0])}

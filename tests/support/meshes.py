@@ -42,17 +42,19 @@ def make_step(
     encoders: Mapping[str, tuple[SparseEncoder, Any]] | None = None,
     splices: Mapping[Tap, Partial] | None = None,
     pool: str | None = None,
+    compares: bool = False,
 ) -> ResidentStep:
     """`encoders`: by tap, each with its arrays."""
     checkpoint = open_checkpoint(str(directory))
     chosen = parse_taps(taps, checkpoint.arch)
-    depth = max(tap.layers_needed(checkpoint.arch) for tap in chosen)
-    schedule = LayerSchedule.of(checkpoint.arch, depth, whole=needs_whole_block(chosen, depth))
+    computed = (*chosen, Tap("logprob")) if compares else chosen
+    depth = max(tap.layers_needed(checkpoint.arch) for tap in computed)
+    schedule = LayerSchedule.of(checkpoint.arch, depth, whole=needs_whole_block(computed, depth))
     shards = shards_of(checkpoint, layout) if layout else None
     params, _ = load_params(
         checkpoint,
         schedule,
-        head=any(tap.site in AFTER_BLOCKS for tap in chosen),
+        head=any(tap.site in AFTER_BLOCKS for tap in computed),
         dtype=DTYPES_BY_NAME[compute_dtype],
         shards=shards,
     )
@@ -61,7 +63,7 @@ def make_step(
         arch=checkpoint.arch, taps=chosen, schedule=schedule, compute_dtype=compute_dtype,
         store_dtype=store_dtype, place=StepDevices(jax.devices()[0], shards),
         encoders={tap: encoder for tap, (encoder, _) in encoders.items()}, spliced=tuple(splices),
-        pool=pool,
+        pool=pool, compares=compares,
     )  # fmt: skip
     arrays = {tap: arrays for tap, (_, arrays) in encoders.items()}
     return ResidentStep(params, settings, Extras(scales or {}, arrays, tuple(splices.values())))
@@ -109,3 +111,18 @@ def pooled(batch: Batch, slots: int, *, labels: int = 0) -> Batch:
     for row, slot in np.argwhere(sizes > 0).tolist():
         of_labels[row, (row + slot) % labels] = slot + 1
     return replace(batch, labels=of_labels)
+
+
+def scored(batch: Batch, places: int) -> Batch:
+    """The same batch, with an engine's log-probability of -1 of some tokens of each row."""
+    rng = np.random.default_rng(3)
+    columns, docs = (np.zeros((len(batch.lengths), places), np.int64) for _ in range(2))
+    for row, length in enumerate(batch.lengths.tolist()):
+        following = batch.segments[row][1:] == batch.segments[row][:-1]
+        (found,) = np.nonzero(following & (batch.segments[row][1:] > 0))
+        count = min(places, len(found), row % (places + 1))
+        columns[row, :count] = np.sort(rng.permutation(found)[:count])
+        docs[row, :count] = 1 + 2 * row + batch.segments[row][columns[row, :count]]
+        assert length or not count
+    claimed = np.where(docs > 0, -1.0, 0.0).astype(np.float32)
+    return replace(batch, scored=columns.astype(np.int32), claimed=claimed, scored_docs=docs)

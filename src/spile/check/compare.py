@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from spile.check.comparable import comparable, named_in
+from spile.check.disagreement import Disagreement, disagreement_of
 from spile.check.latent_rows import RowLatents, SparseTap
 from spile.check.load import References, Taps, load_references, versions
 from spile.check.matching import match
@@ -33,6 +34,7 @@ from spile.check.sampled import (
     sampled_units,
 )
 from spile.core.config import Recipe
+from spile.core.disagreement import BOUND
 from spile.core.errors import ConfigError, StoreError
 from spile.core.libraries import import_library
 from spile.core.pool import is_reduced
@@ -147,23 +149,28 @@ class CheckReport:
     reference: str
     # The next token's Kullback-Leibler divergence from float32's, in nats, by compute dtype.
     next_token: Mapping[str, float] | None = None
+    disagreement: Disagreement | None = None  # with the engine that sampled the documents
 
     @property
     def ok(self) -> bool:
-        return all(tap.ok for tap in self.taps.values())
+        agrees = self.disagreement is None or self.disagreement.ok
+        return agrees and all(tap.ok for tap in self.taps.values())
 
     def to_json(self) -> dict[str, Any]:
         taps = {name: {**asdict(tap), "ok": tap.ok} for name, tap in self.taps.items()}
         return {**asdict(self), "taps": taps, "ok": self.ok}
 
 
-def check(out: str, *, samples: int = 4, recipe: Recipe | None = None) -> CheckReport:
+def check(
+    out: str, *, samples: int = 4, recipe: Recipe | None = None, bound: float = BOUND
+) -> CheckReport:
     """Recompute `samples` documents, spread over the dataset, and store the result.
 
     Taps that were added, or are being added, are checked by the same number of documents.
 
     Args:
             recipe: where model and corpus are now, if they have moved; they must be the same.
+            bound: of the disagreement of all documents with the engine that sampled them.
 
     Raises:
         InputError: if transformers (or, for an adapter, peft) is not installed.
@@ -191,7 +198,8 @@ def check(out: str, *, samples: int = 4, recipe: Recipe | None = None) -> CheckR
         found += [report] if report else []
     if not found:
         raise StoreError(f"{out}: no unit is done yet, there is nothing to check")
-    report = _joined(found)
+    stored_rows = open_dataset(out, partial=True)
+    report = replace(_joined(found), disagreement=disagreement_of(stored_rows, bound))
     ledger.objects.replace(fmt.CHECK, fmt.encode_record("check", report.to_json()))
     return report
 

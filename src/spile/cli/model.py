@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from spile.cli.flags import Verbs, taps_help
 from spile.core.config import STORE_DTYPES, Recipe, Runtime
+from spile.core.disagreement import BOUND
 from spile.core.errors import ConfigError, InputError, SpileError
 from spile.core.humanize import plural, size
 
@@ -204,6 +205,11 @@ def add_check(verbs: Verbs) -> None:
     sub.number("--samples", "documents to recompute [4]", 4)
     for name in ("model", "lora", "encode", "splice", "corpus"):
         sub.add(f"--{name}", "its place now, if it has moved", "X")
+    sub.add(
+        "--max-disagreement",
+        "of rollouts: the mean distance of the engine's log-probabilities that passes [0.05]",
+        "NATS",
+    )
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -214,8 +220,9 @@ def check(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--samples must be at least 1, got {arguments.samples}")
     names = ("model", "lora", "encode", "splice", "corpus")
     moved = Recipe(**{name: getattr(arguments, name) for name in names})
+    bound = Runtime(max_disagreement=arguments.max_disagreement or BOUND).max_disagreement
     with waiting("comparing with HF transformers", quiet=arguments.json):
-        report = check(arguments.out, samples=arguments.samples, recipe=moved)
+        report = check(arguments.out, samples=arguments.samples, recipe=moved, bound=bound)
     print(json.dumps(report.to_json()) if arguments.json else check_text(arguments.out, report))
     return 0 if report.ok else SpileError.exit_code
 
@@ -255,6 +262,17 @@ def check_text(out: str, report: "CheckReport") -> str:
         lines.append("  bfloat16       the error if all products were in bfloat16")
         told = ", ".join(f"{value:.2g} in {dtype}" for dtype, value in report.next_token.items())
         lines.append(f"the next token's divergence from float32, in nats: {told}")
+    if engine := report.disagreement:
+        told = "" if engine.ok else "  <- another model, adapter, template or tokens, or rounding"
+        some = f"; {engine.beyond:,} beyond it: {', '.join(map(str, engine.first))}"
+        some += ", …" * (engine.beyond > len(engine.first))
+        lines.append(
+            f"the engine's log-probabilities of {plural(engine.tokens, 'token')} in "
+            f"{plural(engine.documents, 'document')}: {engine.mean:.2g} from the model's on "
+            f"average, up to {engine.largest:.2g} (bound {engine.bound:g}"
+            f"{some * bool(engine.beyond)}){told}"
+        )
+        verdict += [] if engine.ok else ["the engine disagrees with the model"]
     lines.append(
         f"{out}: {', '.join(verdict) or 'every tap agrees with the reference'} "
         f"({plural(report.documents, 'document')}, {plural(report.tokens, 'token')}, "

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spile.core.disagreement import BOUND
 from spile.core.errors import ConfigError
 from spile.core.options import (
     Options,
@@ -401,6 +402,12 @@ class Runtime(Options):
     )
     allow_nonfinite: bool = switch(
         "keep rows with NaN or infinity instead of stopping", default=False
+    )
+    max_disagreement: float = option(
+        "of rollouts: the mean distance between the engine's log-probabilities and the model's, in "
+        "nats, beyond which to warn [0.05, what rounding to bfloat16 explains]",
+        default=BOUND,
+        kind="share",
     )
     metrics: str | None = option(
         "where to report the run's metrics, comma separated: tensorboard:DIR, wandb[:PROJECT], "

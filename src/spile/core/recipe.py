@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 from spile.core.config import MAX_DOC_BYTES, PREVIEW, canonical_json
+from spile.core.disagreement import DISAGREEMENT_COLUMNS
 from spile.core.errors import ConfigError
 from spile.core.options import LIMIT, shown
 from spile.core.tap_order import LARGEST
@@ -105,6 +106,19 @@ class ResolvedRecipe:
             for tap in self.taps
             for name in (latent_names(tap) if tap in self.encode else (tap,))
         )
+
+    @property
+    def compares(self) -> bool:
+        """Whether the engine's log-probabilities are compared with the model's.
+
+        A splice makes another model of it, which no engine has run.
+        """
+        return self.logprobs_column not in (None, "none") and not self.splice
+
+    @property
+    def table_columns(self) -> tuple[str, ...]:
+        """The columns of the documents table after its own: those kept, and of disagreement."""
+        return (*self.keep, *(DISAGREEMENT_COLUMNS if self.compares else ()))
 
     @property
     def reads_all(self) -> bool:

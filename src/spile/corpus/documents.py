@@ -14,6 +14,7 @@ from typing import Any, Self, cast
 import numpy as np
 import xxhash
 
+from spile.core.disagreement import DISAGREEMENT_COLUMNS
 from spile.core.identity import summed_digest
 from spile.core.index import DOCUMENT_COLUMNS
 from spile.corpus.select import BLANK, EMPTY, FILTERED, TOO_LARGE
@@ -194,7 +195,7 @@ class Documents:
 
 def can_be_named(name: str) -> bool:
     """Return whether `--keep` could name a column: on resuming, the stored names are parsed so."""
-    if name in ("", NO_COLUMNS, *DOCUMENT_COLUMNS):
+    if name in ("", NO_COLUMNS, *DOCUMENT_COLUMNS, *DISAGREEMENT_COLUMNS):
         return False
     return name == name.strip() and name.isprintable() and "," not in name
 

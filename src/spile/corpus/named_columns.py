@@ -7,6 +7,7 @@ worker uses the same columns, and a dataset keeps those it was begun with.
 from collections.abc import Sequence
 from contextlib import closing
 
+from spile.core.disagreement import DISAGREEMENT_COLUMNS
 from spile.core.errors import ConfigError, InputError
 from spile.core.expressions import DocumentFilter
 from spile.core.humanize import plural
@@ -31,10 +32,10 @@ def parse_keep(keep: str) -> tuple[str, ...]:
     for name in names:
         if not name or not name.isprintable():
             raise ConfigError(f"--keep {keep!r}: columns are separated by commas, as in id,url")
-        if name in DOCUMENT_COLUMNS:
+        if name in (own := (*DOCUMENT_COLUMNS, *DISAGREEMENT_COLUMNS)):
             raise ConfigError(
                 f"--keep {name}: the documents table has a column of that name; its own are "
-                f"{', '.join(DOCUMENT_COLUMNS)}"
+                f"{', '.join(own)}"
             )
     return tuple(sorted({*names}))
 

@@ -41,6 +41,11 @@ class PackedRows:
     sizes: np.ndarray | None = field(default=None, kw_only=True)
     # If covariances are summed: [rows, labels of the unit]: the slot of each label, or 0.
     labels: np.ndarray | None = field(default=None, kw_only=True)
+    # If an engine's log-probabilities are compared, [rows, most]: the positions of tokens whose
+    # next token has one, then 0; what it is; and 1 + the ordinal of the document, then 0.
+    scored: np.ndarray | None = field(default=None, kw_only=True)
+    claimed: np.ndarray | None = field(default=None, kw_only=True)
+    scored_docs: np.ndarray | None = field(default=None, kw_only=True)
 
     @property
     def leaving(self) -> tuple[np.ndarray, int]:
@@ -176,6 +181,7 @@ def pack_unit(
     apart: Sequence[int] = (),
     pool: Pool | None = None,
     spans: Sequence[np.ndarray] = (),
+    logprobs: Sequence[np.ndarray | None] | None = None,
 ) -> PackedUnit:
     """Cut documents into contexts, place the contexts in rows, and index every kept token.
 
@@ -185,11 +191,14 @@ def pack_unit(
         pool: how tokens make one row together; None: each is a row.
         spans: the number of each token's span in its document, negative for tokens of none; empty
             if the document is the span.
+        logprobs: an engine's log-probability of each document's tokens, NaN where it gave none;
+            None if they are not compared.
     """
     contexts: list[tuple[int, int, np.ndarray]] = []  # document, offset of its first token, tokens
     ends: list[int] = []  # flags of each context's last token
     said: list[np.ndarray | int] = []  # flags of each context's tokens
     spanned: list[np.ndarray | int] = []  # their spans
+    claims: list[np.ndarray | None] = []  # log-probabilities of them
     most = seq_len if long_docs == "truncate" else sys.maxsize
     stops = [min(len(tokens), most) for tokens in documents]
     for number, (ordinal, tokens, stop) in enumerate(zip(ordinals, documents, stops, strict=True)):
@@ -198,6 +207,8 @@ def pack_unit(
             ends.append(LAST if offset + seq_len < stop else LAST | END)
             said.append(roles[number][offset : min(offset + seq_len, stop)] if roles else 0)
             spanned.append(spans[number][offset : min(offset + seq_len, stop)] if spans else 0)
+            # (In later contexts the model has not read what the engine had.)
+            claims.append(logprobs[number] if logprobs is not None and offset == 0 else None)
 
     lengths = np.array([len(tokens) for _, _, tokens in contexts], np.int64)
     if pack == "none":
@@ -216,6 +227,7 @@ def pack_unit(
     filled = np.zeros(len(bins), np.int32)
     index = np.zeros(int(lengths.sum()), INDEX_DTYPE)
     span_of = np.zeros(len(index), np.int64)
+    claimed = np.full(shape if logprobs is not None else 0, np.nan, np.float32)
     done = 0
     for row, items in enumerate(bins):
         column = 0
@@ -235,6 +247,8 @@ def pack_unit(
             entry["flags"][0] |= FIRST
             entry["flags"][-1] |= ends[item]
             span_of[done : done + count] = spanned[item]
+            if (known := claims[item]) is not None:
+                claimed[row, column : column + count - 1] = known[1:count]
             column += count
             done += count
         filled[row] = column
@@ -253,6 +267,8 @@ def pack_unit(
         num_contexts=len(contexts),
         num_tokens=len(index),
     )
+    if logprobs is not None:
+        unit = _compared(unit, claimed)
     mask = np.ones(len(index), np.bool_) if rows is None else rows.mask(index)
     return _filtered(unit, mask) if pool is None else _pooled(unit, mask, span_of, pool)
 
@@ -261,6 +277,24 @@ def bucket(n: int, seq_len: int) -> int:
     """Round `n` up by less than a quarter, so that few shapes are compiled."""
     step = 1 << max(0, n.bit_length() - 3)
     return max(1, min(-(-n // step) * step, seq_len))
+
+
+def _compared(unit: PackedUnit, claimed: np.ndarray) -> PackedUnit:
+    """Add what is compared. `claimed`: what an engine says of the token after each, or NaN."""
+    known = np.isfinite(claimed)
+    counts = known.sum(axis=1)
+    docs = np.zeros(known.shape, np.int64)
+    docs[unit.segments > 0] = unit.index["doc"] + 1
+    shape = len(known), bucket(int(counts.max(initial=0)), known.shape[1])
+    inside = np.arange(shape[1]) < counts[:, None]
+
+    def laid(values: np.ndarray) -> np.ndarray:
+        out = np.zeros(shape, values.dtype)
+        out[inside] = values
+        return out
+
+    scored = laid(np.nonzero(known)[1].astype(np.int32))
+    return replace(unit, scored=scored, claimed=laid(claimed[known]), scored_docs=laid(docs[known]))
 
 
 def _filtered(unit: PackedUnit, mask: np.ndarray) -> PackedUnit:

@@ -41,6 +41,9 @@ NAMES = {
     "step/p50": Metric("median of those steps", "seconds"),
     "step/p95": Metric("95th percentile of those steps", "seconds"),
     "model/perplexity": Metric("perplexity of the next token, now, if `logprob` is tapped"),
+    "model/disagreement": Metric(
+        "mean distance of an engine's log-probabilities from the model's, now", "nats"
+    ),
     "wait/text_share": Metric("share of the time that the device's loop waited for text", "0 to 1"),
     "wait/writing_share": Metric(
         "share of the time that it waited for rows to be written", "0 to 1"
@@ -102,6 +105,11 @@ def next_token_counts(tokens: int, logprob_sum: float) -> dict[str, float]:
     return {"predicted": tokens, "surprise": -logprob_sum}
 
 
+def disagreement_counts(tokens: int, total: float) -> dict[str, float]:
+    """Return the counts for compared tokens. `total`: the sum of their distances."""
+    return {"compared": tokens, "gaps": total}
+
+
 def memory_counts(device: int, used: int | None, limit: int | None) -> dict[str, float]:
     """Return the gauges of a device's memory."""
     found = {"memory_used": used, "memory_limit": limit}
@@ -153,6 +161,8 @@ def _values(
             yield "device/mfu", flops / now["peak_flops"]
     if grown["predicted"] and math.isfinite(grown["surprise"]):
         yield "model/perplexity", math.exp(min(grown["surprise"] / grown["predicted"], _MOST_NATS))
+    if grown["compared"] and math.isfinite(grown["gaps"]):
+        yield "model/disagreement", grown["gaps"] / grown["compared"]
     if grown["positions"]:
         yield "packing/efficiency", grown["stepped"] / grown["positions"]
     for counted in now:

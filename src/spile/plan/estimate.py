@@ -179,7 +179,7 @@ def step_of(job: ExtractionJob, rows: int, platform: str, cuts: Cuts) -> Workloa
     recipe, arch = job.recipe, job.checkpoint.arch
     return Workload(
         arch=arch,
-        taps=job.taps,
+        taps=job.reached,
         cuts=cuts,
         seq_len=recipe.seq_len,
         rows=rows * cuts.layout.groups,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from spile.core.disagreement import DISAGREEMENT_COLUMNS
 from spile.core.errors import ConfigError
 from spile.core.expressions import DocumentFilter, RowFilter
 from spile.core.humanize import size
@@ -54,6 +55,7 @@ class ExtractionJob:
         default_factory=dict[str, SparseEncoder]
     )  # by tap
     splices: tuple[Splice, ...] = ()  # changes inside the model, in order
+    compares: bool = False  # whether an engine's log-probabilities are compared with the model's
 
     @property
     def units(self) -> UnitColumns:
@@ -71,13 +73,18 @@ class ExtractionJob:
         return self.taps if self.beside is None else (*self.taps, self.beside)
 
     @property
+    def reached(self) -> tuple[Tap, ...]:
+        """The taps that say how far the model runs: also to compare log-probabilities."""
+        return (*self.computed, Tap("logprob")) if self.compares else self.computed
+
+    @property
     def layers(self) -> int:
         """Blocks that must be loaded and run."""
-        return max(tap.layers_needed(self.checkpoint.arch) for tap in self.computed)
+        return max(tap.layers_needed(self.checkpoint.arch) for tap in self.reached)
 
     @property
     def needs_head(self) -> bool:
-        return any(tap.site in AFTER_BLOCKS for tap in self.taps)
+        return any(tap.site in AFTER_BLOCKS for tap in self.reached)
 
     def reader(self, processes: int = 1) -> CorpusReader:
         """`processes`: number that render chats, apart from this one."""
@@ -156,6 +163,7 @@ def prepare_unit(
             documents,
             packed_apart=unit.packed,
             with_table=with_table,
+            compares=job.compares,
             timed=timed,
         )
     rows, each = prepared.packed.num_rows, job.table.row_bytes
@@ -175,12 +183,14 @@ def prepare_documents(
     *,
     packed_apart: Sequence[int] = (),
     with_table: bool = True,
+    compares: bool = False,
     timed: Timed = lambda stage: nullcontext(),
 ) -> PreparedUnit:
     """Tokenize documents, leave out those of the wrong length, and pack the others.
 
     Args:
         packed_apart: `Unit.packed`.
+        compares: whether log-probabilities are compared (`ExtractionJob.compares`).
     """
     digest, ordinals = documents.digest(), documents.ordinals
     with timed("tokenizing"):
@@ -203,6 +213,7 @@ def prepare_documents(
             apart=_packed_of_each(documents, packed_apart, {ordinals[n] for n in chosen}),
             pool=pool,
             spans=[spans[number] for number in chosen] if spans else (),
+            logprobs=[documents.usable[number].logprobs for number in chosen] if compares else None,
         )
     left_out = {
         ordinal: reason for ordinal, reason in zip(ordinals, reasons, strict=True) if reason
@@ -219,7 +230,7 @@ def prepare_documents(
         tokens=dict(zip(ordinals, tokens, strict=True)),
         skipped=told.skipped,
         digest=digest,
-        documents=_documents_table(told, packed) if with_table else {},
+        documents=_documents_table(recipe, told, packed) if with_table else {},
     )
 
 
@@ -232,14 +243,20 @@ def _packed_of_each(
     return [sum(packed[first:last]) for first, last in itertools.pairwise(ends)]
 
 
-def _documents_table(documents: Documents, packed: PackedUnit) -> dict[str, np.ndarray]:
-    """Return the columns of a unit's documents file, including documents left out."""
+def _documents_table(
+    recipe: ResolvedRecipe, documents: Documents, packed: PackedUnit
+) -> dict[str, np.ndarray]:
+    """Return the columns of a unit's documents file, including documents left out.
+
+    Columns of disagreement are empty; a run fills them in.
+    """
     every = documents.every
+    empty = {name: [None] * len(every) for name in DISAGREEMENT_COLUMNS if recipe.compares}
     return encode_documents(
         docs=[document.ordinal for document in every],
         tokens=[packed.doc_tokens.get(document.ordinal, 0) for document in every],
         skipped=[document.skipped for document in every],
         previews=[document.preview for document in every],
-        kept={name: documents.kept(name) for name in documents.columns},
+        kept={name: documents.kept(name) for name in documents.columns} | empty,
         index=packed.index,
     )

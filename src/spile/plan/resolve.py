@@ -181,8 +181,9 @@ def resolve(
     if other and like:
         _refuse_unlike(other, like, table.flattened(), checkpoint.directory)
     return ExtractionJob(
-        table.recipe, table, checkpoint, tokenizer, files, taps, reading, encoders, splices
-    )
+        table.recipe, table, checkpoint, tokenizer, files, taps, reading, encoders, splices,
+        compares=table.recipe.compares and ledger.of_pass is None,
+    )  # fmt: skip
 
 
 def refuse_ingested(table: Table | None, told: str) -> None:

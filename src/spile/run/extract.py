@@ -450,7 +450,7 @@ def _arithmetic(parts: Assembly) -> dict[str, float]:
     rows = max(1, parts.cost.batch_rows // cuts.layout.groups)
     work = replace(
         step_of(job, rows, device.platform, cuts),
-        whole=needs_whole_block(job.computed, job.layers),
+        whole=needs_whole_block(job.reached, job.layers),
     )
     peak = peak_flops(device, job.recipe.compute_dtype)
     known = {"flops_per_token": work.flops / work.tokens}

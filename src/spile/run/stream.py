@@ -97,6 +97,8 @@ def stream(
     presence = Presence(ledger.objects, runtime.stale_after)
     context = RunContext(ledger, runtime, SingleWorld(), presence, counters or Counters())
     parts = Assembly.of(context, recipe, prepared_device()).stored()
+    # (A stream keeps no documents, so nothing is compared.)
+    parts = replace(parts, job=replace(parts.job, compares=False))
     job, step = parts.job, parts.load()
     aliases = {alias: tap for tap, info in job.table.taps.items() for alias in info.aliases}
     names = list(job.table.taps) if taps is None else [taps] if isinstance(taps, str) else taps

@@ -62,6 +62,17 @@ def encode_documents(
     return dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
 
 
+def with_columns(
+    table: Mapping[str, np.ndarray], columns: Mapping[str, Sequence[Any]]
+) -> dict[str, np.ndarray]:
+    """Return a unit's tensors with other values of some kept columns."""
+    old = {f"{prefix}kept/{name}" for name in columns for prefix in ("", "ends/", "valid/")}
+    tensors = {name: tensor for name, tensor in table.items() if name not in old}
+    for name, values in columns.items():
+        tensors |= _kept_tensors(f"kept/{name}", values)
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
+
+
 def rows_of(docs: np.ndarray, of_rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return each document's number of rows and first row, or -1; `of_rows`: doc of each row."""
     rows, first = np.zeros(len(docs), np.int32), np.full(len(docs), -1, np.int64)

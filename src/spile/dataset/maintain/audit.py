@@ -102,7 +102,7 @@ def audit_unit(
             elif file is done.statistics:
                 statistics = read_tensors(held, file.key)
             elif file is done.documents_table:
-                documents = read_documents(held, file, table.recipe.keep)
+                documents = read_documents(held, file, table.recipe.table_columns)
                 content += _check_documents(done, unit, documents, docs)
                 audit.off["documents' rows"] += sum(documents["rows"].to_pylist()) - done.rows
             elif file.tap in table.taps:

@@ -225,7 +225,7 @@ def _read_index(source: _Source, number: int) -> np.ndarray:
 
 
 def _read_documents(source: _Source, number: int, index: np.ndarray) -> dict[str, np.ndarray]:
-    keep = source.table.recipe.keep
+    keep = source.table.recipe.table_columns
 
     def read(done: Done) -> Any:
         CheckedFile(source.objects, done.documents_table).check()

@@ -81,7 +81,7 @@ class Dataset:
         scales = {tap: scale for part in parts for tap, scale in part.scales.items()}
         self._stored = StoredRows(self._objects, self._table, self._units, scales)
         self._tables = DocumentTables(
-            self._objects, self._units, self._table.units, self._table.recipe.keep
+            self._objects, self._units, self._table.units, self._table.recipe.table_columns
         )
         self._aliases = {alias: tap for tap, info in taps.items() for alias in info.aliases}
 

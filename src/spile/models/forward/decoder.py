@@ -188,9 +188,7 @@ class _Run:
 
     def kept(self, values: Array) -> Array:
         """[rows, seq, ...] -> [rows, kept, ...]: only the tokens that are kept."""
-        if self.columns is None:
-            return values
-        return jax.vmap(lambda row, columns: row[columns])(values, self.columns)
+        return _at(values, self.columns)
 
     def pooled(self, values: Array) -> Array:
         """[rows, kept, ...] -> [rows, slots, ...], if values are pooled."""
@@ -229,6 +227,9 @@ class Inputs(NamedTuple):
     columns: KeptColumns | None = None  # None: all tokens are kept
     slots: Int[Array, "rows kept"] | None = None  # of each kept token, from 1; if values are pooled
     sizes: Int[Array, "rows slots"] | None = None  # the number of tokens in each
+    # Places of tokens whose next token has a log-probability from an engine, and that.
+    scored: KeptColumns | None = None
+    claimed: Float[Array, "rows scored"] | None = None
 
 
 # What a block reads besides the stream: its own embeddings of the tokens, and borrowed keys and
@@ -237,6 +238,8 @@ Beside = tuple[Array | None, Lent | None]
 # Stages outside the blocks; any other stage is a block, known by its kind.
 BEFORE, AFTER = "before_blocks", "after_blocks"
 _OUTER = ("embed", "resid_pre")  # sites before the blocks
+# Not a tap: distances of an engine's log-probabilities from the model's own, [rows, scored].
+GAPS = "gaps"
 
 
 @dataclass(frozen=True)
@@ -290,6 +293,8 @@ class Decoder:
             values = _after_blocks(params.outer, x, run)
             pooled = {site: run.pooled(values) for site, values in values.items()}
             out |= {site: run.flat(a).astype(dtypes[site]) for site, a in pooled.items()}
+        if inputs.scored is not None:
+            out[GAPS] = _gaps(params.outer, x, run, inputs)
         for tap in taps:
             met = computed_as(tap)
             if met.layer is not None and (kept := _kept_as(met, self.arch)) in found.taps:
@@ -308,7 +313,8 @@ class Decoder:
                 kept = _kept_as(met, self.arch)
                 place = _layers_kept(run, run.aims)[kept].index(met.layer or 0)
                 aimed[tap.name] = found.aims[kept][place]
-        return {tap.name: out[tap.name] for tap in taps}, aimed, found.probes
+        names = [tap.name for tap in taps] + [GAPS] * (GAPS in out)
+        return {name: out[name] for name in names}, aimed, found.probes
 
     def probes(self, inputs: Inputs, schedule: LayerSchedule) -> Buffers:
         """Return zeros for the gradients of all sites, to differentiate with respect to."""
@@ -396,6 +402,8 @@ class Decoder:
                 for tap in self.taps:
                     found = run.flat(run.pooled(values[tap.site]))
                     flat[tap.name] = found.astype(self._dtype_of(tap))
+            if inputs.scored is not None:
+                flat[GAPS] = _gaps(weights, stream, run, inputs)
             aimed = {t.name: _aimed_after(weights, stream, run, t.site) for t in self.aims}
             return None, None, flat, aimed
         assert isinstance(kind, Layer)
@@ -446,7 +454,7 @@ class Decoder:
     def _run(self, inputs: Inputs, shapes: str | None = None) -> _Run:
         """`shapes`: of the only block that runs, of which taps say layer 0; None: all blocks do."""
         arch, shards = self.arch, self.shards
-        tokens, positions, segments, columns, slots, sizes = inputs
+        tokens, positions, segments, columns, slots, sizes, _, _ = inputs
         pooling = None
         if self.pool:
             assert slots is not None and sizes is not None
@@ -1125,6 +1133,18 @@ def _aimed_after(outer: WeightArrays, x: Hidden, run: _Run, site: str) -> Array:
     return by_token(predict, _head_slices(normed, arch), normed, (following, has_next), weights)
 
 
+def _gaps(outer: WeightArrays, x: Hidden, run: _Run, inputs: Inputs) -> Float[Array, "rows scored"]:
+    """Return how far an engine's log-probabilities are from the model's own."""
+    arch, scored, claimed = run.arch, inputs.scored, inputs.claimed
+    assert scored is not None and claimed is not None
+    normed = _normed(_at(x, scored), "final_norm", block=outer, arch=arch)
+    weights, following, has_next = _head_of(outer, run)
+    predict = partial(_predicted, arch, {"logprob": []}, {}, weights=weights)
+    tokens = _at(following, scored), _at(has_next, scored)
+    own = in_slices(predict, (normed, *tokens), _head_slices(normed, arch))["logprob"]
+    return jnp.abs(own - claimed)
+
+
 def _head_of(outer: WeightArrays, run: _Run) -> tuple[WeightArrays, Places, Array]:
     """Return the head's arrays, the token after each, and whether there is one."""
     head = outer["embed"] if "head" not in outer else outer["head"]
@@ -1154,3 +1174,10 @@ def _predicted(
     logits = softcap(logits, arch.logit_softcap)
     found = next_token(logits, targets, known, wanted, tops)
     return found | ({"logits": logits} if "logits" in wanted else {})
+
+
+def _at(values: Array, columns: KeptColumns | None) -> Array:
+    """[rows, seq, ...] -> [rows, columns, ...]; None: all of them."""
+    if columns is None:
+        return values
+    return jax.vmap(lambda row, chosen: row[chosen])(values, columns)

@@ -17,11 +17,13 @@ from spile.core.errors import DataError
 from spile.core.index import FLAGS
 from spile.core.system import system
 from spile.core.threads import Consumer
+from spile.dataset.codec.documents import with_columns
 from spile.dataset.codec.statistics import TapStats
 from spile.dataset.format import Shard
 from spile.dataset.write.unit_writer import Attempt, UnitWriter
-from spile.metrics.values import next_token_counts, tap_counts
+from spile.metrics.values import disagreement_counts, next_token_counts, tap_counts
 from spile.plan.job import ExtractionJob, PreparedUnit
+from spile.run.pipeline.disagreement import DisagreementWatch, DocumentGaps
 from spile.run.pipeline.merging import PartMerger, mergers
 from spile.run.pipeline.nonfinite import FiniteTaps
 from spile.run.step.step import StepOutput
@@ -41,6 +43,7 @@ class _Writing:
     seconds: float = 0.0  # it took to compute
     dropped: bool = False  # the run stopped before its end
     mergers: Mapping[str, PartMerger] = field(default_factory=dict[str, PartMerger])  # by tap
+    gaps: DocumentGaps | None = None  # if an engine's log-probabilities are compared
 
 
 class _Shared:
@@ -103,6 +106,8 @@ class Sink:
         self._failed: Exception | None = None  # the first error of a lane
         self._failed_in = 0  # number of the unit that failed; earlier ones may still be complete
         taps, runtime = list(job.table.taps), context.runtime
+        self._first_tap = taps[0]
+        self._watched = DisagreementWatch(runtime.max_disagreement)
         count = min(runtime.write_threads, len(taps))
         # Each tap has its own files, so each lane writes some taps and waits for no other lane.
         self._lanes = [
@@ -130,8 +135,13 @@ class Sink:
         )
         attempt = Attempt(self._ledger, writer)
         self._uncommitted[attempt] = None
+        compares = self._job.compares and self._world.leads
         self._current = _Writing(
-            prepared, attempt, next(self._begun), mergers=mergers(self._job.table, prepared)
+            prepared,
+            attempt,
+            next(self._begun),
+            mergers=mergers(self._job.table, prepared),
+            gaps=DocumentGaps(prepared.documents["doc"]) if compares else None,
         )
 
     def put(self, output: StepOutput) -> None:
@@ -175,6 +185,7 @@ class Sink:
                 if error not in errors:
                     errors.append(error)
         self._tidy()
+        self._watched.tell()
         for second in errors[1:]:
             if type(second) is not type(errors[0]):
                 _log.error("and while ending: %s", second)
@@ -218,6 +229,8 @@ class Sink:
             if item.last():
                 self._commits.put(item.unit)
             return
+        if item.unit.gaps and taps[0] == self._first_tap:
+            item.unit.gaps.add(*output.gaps)
         for tap in taps:
             with self._counters.timed("copying"):  # waits for the step, and for its rows to arrive
                 merger = item.unit.mergers.get(tap)
@@ -313,7 +326,7 @@ class Sink:
         parts = self._world.gather(f"part/{written.number}", []) or []
         done = attempt.writer.finish(
             [[Shard(**file) for file in part] for part in parts[1:]],
-            table=prepared.documents,
+            table=self._documents_of(written),
             fingerprint=self._job.table.fingerprint,
             made_from=self._ledger.must_be_made_from(self._job.table, prepared.unit),
             tokens=packed.num_tokens,
@@ -328,5 +341,15 @@ class Sink:
                 "seconds": round(written.seconds, 3),
             },
         )
+        if written.gaps:
+            self._watched.add(written.gaps)
         if not attempt.commit(done):
             _log.info("unit %d was done by another worker first", prepared.unit)
+
+    def _documents_of(self, written: _Writing) -> Mapping[str, np.ndarray]:
+        """Return the table of a unit's documents."""
+        table, gaps = written.prepared.documents, written.gaps
+        if gaps is None:
+            return table
+        self._counters.add(**disagreement_counts(int(gaps.tokens.sum()), float(gaps.total.sum())))
+        return with_columns(table, gaps.columns())

@@ -214,6 +214,7 @@ class StepLoader:
             encoders=job.encoders,
             spliced=tuple(changes),
             pool=reduces(recipe.pool),
+            compares=job.compares,
         )
         return settings, Extras({}, encoders, tuple(changes.values())), hashes | digests
 
@@ -231,8 +232,8 @@ class StepLoader:
 
     @cached_property
     def _schedule(self) -> LayerSchedule:
-        taps, depth = self.job.computed, self.job.layers
-        whole = needs_whole_block(taps, depth)
+        depth = self.job.layers
+        whole = needs_whole_block(self.job.reached, depth)
         schedule = LayerSchedule.of(self.job.checkpoint.arch, depth, whole=whole)
         return schedule.one_by_one if self._swept else schedule
 

@@ -51,14 +51,16 @@ class ResidentStep:
 
     def __call__(self, batch: Batch) -> StepOutput:
         """Start a step; return at once, while the device works."""
-        ((rows, reduced),) = self.compute(batch)
+        ((rows, reduced, gaps),) = self.compute(batch)
         started = time.perf_counter()  # the lines below may take longer than the step itself
         finished = jax.tree.leaves((reduced, rows))[0]
         gathers = self.settings.gathers
         if (host := self._place.host(gathered=gathers)) is not None:
             rows, reduced = jax.device_put((rows, reduced), host)
         runs = Runs.of(self._place.divisible(batch), self._place.devices)
-        found = (StepRows(runs if gathers else runs[self._place.own], rows, reduced, gathers),)
+        own = runs if gathers else runs[self._place.own]
+        gaps = self._place.fetch(gaps)
+        found = (StepRows(own, rows, reduced, gathers, gaps, batch.scored_docs),)
         return StepOutput(int(batch.lengths.sum()), found, started, finished)
 
     def compute(self, batch: Batch) -> list[Computed]:
@@ -67,8 +69,8 @@ class ResidentStep:
         runs = Runs.of(batch, self._place.devices)
         programs = self._programs_for(batch, runs)
         kept, inputs = self._place.put(runs.places, step_inputs(batch))
-        rows, reduced = programs.run(self.params, self._extras, StepInputs(*inputs))
-        return [(programs.compact(rows, kept), reduced)]
+        found = programs.run(self.params, self._extras, StepInputs(*inputs))
+        return [found._replace(rows=programs.compact(found.rows, kept))]
 
     def compile(self, batch: Batch) -> list[StagePrograms]:
         """Compile the programs for a batch of this shape, if that has not been done."""

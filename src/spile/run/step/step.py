@@ -34,7 +34,7 @@ from spile.dataset.format import scale_name
 from spile.models.config.arch import Arch, Layer
 from spile.models.files.encoders.sae import SparseEncoder
 from spile.models.forward.attention import narrowed
-from spile.models.forward.decoder import AFTER, BEFORE, Beside, Decoder, Inputs
+from spile.models.forward.decoder import AFTER, BEFORE, GAPS, Beside, Decoder, Inputs
 from spile.models.forward.gradient import linearized
 from spile.models.forward.jacobian import jacobian_sums, prompts_of
 from spile.models.forward.kernels.attention import chosen_kernels, for_platform
@@ -48,7 +48,13 @@ _log = logging.getLogger("spile.run")
 
 _LENGTHS = 8  # distinct numbers of rows that may leave the device; each has its own program
 
-Computed = tuple[dict[str, Array], dict[str, Reduced]]  # stored rows, and their statistics
+
+class Computed(NamedTuple):
+    """What a program returns, on the device."""
+
+    rows: dict[str, Array]  # as they are stored
+    reduced: dict[str, Reduced]  # their statistics
+    gaps: Array | None = None  # [rows, scored]: an engine's distances, whole on every device
 
 
 class StepInputs(NamedTuple):
@@ -62,12 +68,13 @@ class StepInputs(NamedTuple):
     slots: Any
     sizes: Any
     labels: Any
+    scored: Any
+    claimed: Any
 
     @property
     def read(self) -> Inputs:
         """What the model reads."""
-        tokens, positions, segments, _, columns, slots, sizes, _ = self
-        return Inputs(tokens, positions, segments, columns, slots, sizes)
+        return Inputs(**{name: getattr(self, name) for name in Inputs._fields})
 
 
 class StagePrograms(NamedTuple):
@@ -150,6 +157,8 @@ class StepRows:
     rows: Mapping[str, Array]
     reduced: Mapping[str, Reduced]  # if values are pooled, only the products of covariances
     gathered: bool = False  # whether every device has the rows of all
+    gaps: Array | None = None  # of the engine's log-probabilities from the model's
+    gap_docs: np.ndarray | None = None  # 1 + the ordinal of the document of each, or 0
 
     def pieces_of(self, tap: str) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
         runs = local_runs(self.rows[tap])
@@ -248,6 +257,20 @@ class StepOutput:
         """One entry per packed row, or part of one, that holds kept tokens, in order."""
         return [stats for each in self.batches for stats in each.stats_of(tap)]
 
+    @property
+    def gaps(self) -> tuple[np.ndarray, np.ndarray]:
+        """Ordinals of documents, and distances of the engine's log-probabilities of their tokens.
+
+        Every process has those of all.
+        """
+        docs, gaps = [np.zeros(0, np.int64)], [np.zeros(0, np.float32)]
+        for each in self.batches:
+            if each.gaps is not None and each.gap_docs is not None:
+                known = each.gap_docs > 0
+                docs.append(each.gap_docs[known] - 1)
+                gaps.append(local_runs(each.gaps)[0][known])
+        return np.concatenate(docs), np.concatenate(gaps)
+
     def nonfinite_of(self, tap: str) -> np.ndarray:
         """The number of nonfinite values, by packed row, or part of one."""
         return np.concatenate([found for each in self.batches for found in each.nonfinite_of(tap)])
@@ -317,6 +340,11 @@ class StepDevices:
         more = -width % self.shards.layout.model
         return replace(batch, columns=np.pad(columns, ((0, 0), (0, more))))
 
+    def fetch(self, gaps: Array | None) -> Array | None:
+        """Begin to copy an array that is whole on every device to the host."""
+        host = self.host(gathered=True)
+        return gaps if gaps is None or host is None else jax.device_put(gaps, host)
+
     def put(self, kept: np.ndarray, inputs: Sequence[np.ndarray | None]) -> tuple[Any, Any]:
         """Copy the places of kept tokens, and a batch's arrays, to the devices."""
         if self.shards is None:
@@ -371,6 +399,7 @@ class StepSettings:
     spliced: tuple[Tap, ...] = ()
     pool: str | None = None  # how, if the values of spans are reduced: `core.pool.reduces`
     beside: Tap | None = None  # one of the taps, whose values stand beside those of each other
+    compares: bool = False  # whether an engine's log-probabilities are compared
 
     @property
     def gathers(self) -> bool:
@@ -435,6 +464,20 @@ class StepSettings:
     ) -> Computed:
         """Bring values into their stored form; see `StoredForm.rows`."""
         form = StoredForm(taps, encoders, self.store_dtype, self.place.shards)
+        shards, gaps = self.place.shards, values.get(GAPS)
+        if gaps is not None and shards:
+            gaps = jax.lax.with_sharding_constraint(gaps, shards.whole)
+        tapped = {name: found for name, found in values.items() if name != GAPS}
+        return Computed(*self._form(form, tapped, extras, inputs, part), gaps)
+
+    def _form(
+        self,
+        form: StoredForm,
+        values: Mapping[str, Array],
+        extras: Extras,
+        inputs: StepInputs,
+        part: int,
+    ) -> tuple[dict[str, Array], dict[str, Reduced]]:
         with self._precision():
             if self.pool:
                 late = Pooling(self.pool, inputs.slots, inputs.sizes.shape[1])
@@ -555,7 +598,8 @@ def jacobian_parts(
         parts = place.shards.runs(parts)
         whole = place.shards.whole
         held = {n: jax.lax.with_sharding_constraint(own, whole) for n, own in held.items()}
-    return dict.fromkeys(sums, parts), {tap: {PRODUCTS: own} for tap, own in held.items()}
+    products = {tap: {PRODUCTS: own} for tap, own in held.items()}
+    return Computed(dict.fromkeys(sums, parts), products)
 
 
 class Programs:
@@ -591,15 +635,16 @@ class Programs:
 
         Args:
             key: what the stage's program depends on besides `identity`.
-            function: makes the jitted function. It returns the rows by name first.
+            function: makes the jitted function. It returns `Computed`, alone or first.
             arguments: makes the arguments to lower it with.
         """
         known = key, runs.places.shape
         if known not in self._stages:
             run = self._get(key, function, arguments)
+            made = run.out_info if isinstance(run.out_info, Computed) else run.out_info[0]
             rows = {
                 name: self._place.by_runs(array.shape, array.dtype)
-                for name, array in run.out_info[0].items()
+                for name, array in made.rows.items()
             }
             places = self._place.by_runs(runs.places.shape, runs.places.dtype)
             sizes = tuple((name, each.shape, each.dtype) for name, each in rows.items())

@@ -32,6 +32,7 @@ from spile.models.config.specs import head_specs
 from spile.models.files.encoders.sae import SparseEncoder
 from spile.models.forward.decoder import (
     BEFORE,
+    GAPS,
     Beside,
     by_stage,
     needs_whole_block,
@@ -124,9 +125,9 @@ class _SweptStage:
         """Return the jitted function of this stage, under the name that it has in a trace.
 
         It takes the weights, the extras, the stream, what is read beside it, and a batch's inputs.
-        It returns the stored rows, their statistics, the next stream, what later stages need, and a
-        small array that is ready when the others are: a stream cannot be waited for once the next
-        stage has taken its memory.
+        It returns what is stored, the next stream, what later stages need, and a small array that
+        is ready when the others are: a stream cannot be waited for once the next stage has taken
+        its memory.
         """
         taps = {str(number): tap for number, tap in enumerate(self.local)}
 
@@ -137,8 +138,9 @@ class _SweptStage:
                 self.stage, weights, extras.changes, (stream, beside), inputs.read, contexts
             )
             values = {slot: found[tap.name] for slot, tap in taps.items()}
-            rows, reduced = settings.stored(values, taps, self.encoders, extras, inputs, part)
-            return rows, reduced, None if self.ends else stream, onward, inputs.counts + 0
+            values |= {GAPS: found[GAPS]} if GAPS in found else {}
+            made = settings.stored(values, taps, self.encoders, extras, inputs, part)
+            return made, None if self.ends else stream, onward, inputs.counts + 0
 
         kind = self.stage.kind
         run.__name__ = kind if isinstance(kind, str) else "block"
@@ -156,6 +158,7 @@ class _SweptBatch(Passing):
     inputs: StepInputs
     rows: dict[str, Array] = field(default_factory=dict[str, Array])
     reduced: dict[str, Reduced] = field(default_factory=dict[str, Reduced])
+    gaps: Array | None = None
 
 
 class Sweep:
@@ -208,7 +211,7 @@ class Sweep:
         changes = dict(zip(settings.spliced, extras.changes, strict=True))
         tapped, spliced = by_stage(settings.taps, depth), by_stage(changes, depth)
         scores_all = any(tap.site == "attn_pattern" for tap in settings.taps)
-        whole = needs_whole_block(settings.taps, depth)
+        whole = settings.compares or needs_whole_block(settings.taps, depth)
         stages: dict[int, _SweptStage] = {}
         for number, kind in enumerate(self._kinds, -1):
             taps = tuple(tapped[number])
@@ -232,16 +235,21 @@ class Sweep:
         swept = self._swept_over(batch)
         gathers = self.settings.gathers
         own = slice(None) if gathers else self._place.own
-        found = tuple(StepRows(each.runs[own], each.rows, each.reduced, gathers) for each in swept)
+        found = tuple(
+            StepRows(
+                each.runs[own], each.rows, each.reduced, gathers, each.gaps, each.batch.scored_docs
+            )
+            for each in swept
+        )
         return StepOutput(int(batch.lengths.sum()), found, started, swept[-1].done)
 
     def compute(self, batch: Batch) -> list[Computed]:
         """Compute a step; its rows leave the device, block by block."""
-        return [(each.rows, each.reduced) for each in self._swept_over(batch)]
+        return [Computed(each.rows, each.reduced, each.gaps) for each in self._swept_over(batch)]
 
     def _swept_over(self, batch: Batch) -> list[_SweptBatch]:
         model, options = self._ready, self._options
-        last = self._stages[self._depth].taps
+        last = self._stages[self._depth].taps or self.settings.compares
         kinds = self._kinds if last else self._kinds[:-1]
         batches = map(self._put, self._parts(batch))
         swept = walk(kinds, model, batches, self._run, self._spilled, options.cancellation)
@@ -267,11 +275,12 @@ class Sweep:
         """Run a stage for a batch. Its rows leave the device."""
         stage = self._stages[number]
         programs = self._programs_for(number, each.batch, each.runs)
-        rows, reduced, stream, onward, done = programs.run(
+        made, stream, onward, done = programs.run(
             self._used(number, weights), stage.extras, each.stream, beside, each.inputs
         )
-        if rows:
-            found = programs.compact(rows, each.kept), reduced
+        each.gaps = self._place.fetch(made.gaps) if made.gaps is not None else each.gaps
+        if made.rows:
+            found = programs.compact(made.rows, each.kept), made.reduced
             if (host := self._place.host(gathered=self.settings.gathers)) is not None:
                 found = jax.device_put(found, host)
             each.rows |= _renamed(stage.taps, found[0], back=True)

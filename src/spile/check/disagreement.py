@@ -1,0 +1,50 @@
+"""What the documents table says of an engine's log-probabilities, against the bound."""
+
+# Strict, but for values that pyarrow's own types leave unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from dataclasses import dataclass
+
+from spile.core.disagreement import COMPARED, LARGEST_GAP, MEAN, is_within
+from spile.dataset.read.dataset import Dataset
+
+_NAMED = 5  # documents to name
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """How far an engine's log-probabilities are from the model's, over all documents."""
+
+    documents: int  # that have some
+    tokens: int
+    mean: float
+    largest: float
+    bound: float
+    beyond: int  # documents that rounding does not explain
+    first: tuple[int, ...]  # the first of those
+    ok: bool
+
+
+def disagreement_of(dataset: Dataset, bound: float) -> Disagreement | None:
+    """Return the disagreement of a dataset's documents; None if nothing was compared."""
+    if MEAN not in dataset.document_columns:
+        return None
+    documents = tokens = beyond = 0
+    total = largest = 0.0
+    first: list[int] = []
+    for unit in dataset.units:
+        told = dataset.documents(["doc", MEAN, LARGEST_GAP, COMPARED], unit=unit).to_pylist()
+        for each in told:
+            if (count := each[COMPARED]) is None:
+                continue
+            documents, tokens = documents + 1, tokens + int(count)
+            own = each[MEAN] * count
+            total, largest = total + own, max(largest, each[LARGEST_GAP])
+            if not is_within(bound, count, own):
+                beyond += 1
+                first += [each["doc"]] if len(first) < _NAMED else []
+    if not documents:
+        return None
+    ok = not beyond and is_within(bound, tokens, total)
+    return Disagreement(documents, tokens, total / tokens, largest, bound, beyond, tuple(first), ok)
