@@ -158,7 +158,7 @@ def sparsify_transcoder(folder: Path) -> Made:
     return saved_coder(folder, "layers.1.mlp", transcode=True, skip_connection=True)
 
 
-# -- Qwen-Scope, by SAELens's loader -----------------------------------------------------------
+# -- SAELens, and those that its loaders read --------------------------------------------------
 
 
 @kind
@@ -176,13 +176,63 @@ def qwen_scope(folder: Path) -> Made:
     return by_saelens({**config, "d_in": WIDTH, "d_sae": LATENTS}, state)
 
 
-def by_saelens(config: dict[str, Any], state: dict[str, Any]) -> Made:
+@kind
+def llama_scope(folder: Path) -> Made:
+    """Shapes of `fnlp/Llama3_1-8B-Base-LXR-8x`; by SAELens's loader, with its scale folded in."""
+    (folder / "checkpoints").mkdir()
+    shapes = {"encoder.weight": (LATENTS, WIDTH), "encoder.bias": (LATENTS,),
+              "decoder.weight": (WIDTH, LATENTS), "decoder.bias": (WIDTH,)}  # fmt: skip
+    made = {tensor: torch.randn(shape) * 0.4 for tensor, shape in shapes.items()}
+    save_file(made, folder / "checkpoints" / "final.safetensors")
+    length = 6.3125
+    about = {
+        "d_model": WIDTH, "d_sae": LATENTS, "use_decoder_bias": True, "act_fn": "jumprelu",
+        "apply_decoder_bias_to_pre_encoder": False, "jump_relu_threshold": 1.2021484375,
+        "norm_activation": "dataset-wise", "top_k": 50, "sparsity_include_decoder_norm": True,
+        "dataset_average_activation_norm": {"in": length, "out": length},
+        "hook_point_in": "blocks.1.hook_resid_post", "hook_point_out": "blocks.1.hook_resid_post",
+    }  # fmt: skip
+    (folder / "hyperparams.json").write_text(json.dumps(about, indent=1))
+    loaders.hf_hub_download = lambda repo_id, filename, subfolder="", **_: str(
+        folder / subfolder.removeprefix("x").strip("/") / filename.removeprefix("x/")
+    )
+    config, state, _ = loaders.llama_scope_sae_huggingface_loader(
+        "fnlp/x", "x", cfg_overrides={"dtype": "float32"}
+    )
+    return by_saelens(config, state, WIDTH**0.5 / length)
+
+
+def saved_by_saelens(folder: Path, architecture: str) -> Made:
+    registry = importlib.import_module("sae_lens.registry")
+    sae_class, config_class = registry.get_sae_class(architecture)
+    config = config_class(d_in=WIDTH, d_sae=LATENTS, d_out=WIDTH // 2, apply_b_dec_to_input=False)
+    config.metadata.hook_name = "blocks.1.mlp.hook_in"
+    config.metadata.hook_name_out = "blocks.1.hook_mlp_out"
+    randomized(sae_class(config)).save_model(folder)
+    loaded = sae_lens.SAE.load_from_disk(folder)
+    x = rows()
+    return x, loaded.encode(x), loaded(x)
+
+
+@kind
+def saelens_transcoder(folder: Path) -> Made:
+    return saved_by_saelens(folder, "transcoder")
+
+
+@kind
+def saelens_skip_transcoder(folder: Path) -> Made:
+    return saved_by_saelens(folder, "jumprelu_skip_transcoder")
+
+
+def by_saelens(config: dict[str, Any], state: dict[str, Any], scale: float | None = None) -> Made:
     registry = importlib.import_module("sae_lens.registry")
     config = loaders.handle_pre_6_0_config(config)
     sae_class, config_class = registry.get_sae_class(config["architecture"])
     made = sae_class(config_class.from_dict(config))
     made.process_state_dict_for_loading(state)
     made.load_state_dict(state)
+    if scale:
+        made.fold_activation_norm_scaling_factor(scale)
     x = rows()
     latents = made.encode(x)
     decoded = made(x) if hasattr(made, "W_skip") else made.decode(latents)

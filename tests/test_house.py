@@ -52,7 +52,13 @@ EXEMPT = {
     },
     **{
         f"models/files/encoders/{name}.py": "models/files/encoders/test_layouts.py"
-        for name in ("circuit_tracer", "dictionary_learning", "qwen_scope", "sparsify")
+        for name in (
+            "circuit_tracer",
+            "dictionary_learning",
+            "llama_scope",
+            "qwen_scope",
+            "sparsify",
+        )
     },
     "models/files/encoders/settings.py": "models/files/encoders/test_saelens.py",
     "models/forward/mixers/short_convolution.py": "models/forward/mixers/test_state_space.py",

@@ -1,5 +1,6 @@
 """Which encoder belongs to which tap, and the arrays stored for it."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +9,13 @@ import pytest
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError
 from spile.dataset.format import TapInfo
-from spile.models.files.checkpoint import read_arch
-from spile.models.files.encoders.sae import SparseEncoder
+from spile.models.files.checkpoint import open_checkpoint, read_arch
+from spile.models.files.encoders import open_sae
+from spile.models.files.encoders.sae import Sae, SparseEncoder
+from spile.models.files.encoders.tensors import load_arrays
+from spile.models.files.safetensors import read_tensor
 from spile.models.taps import parse_taps
-from spile.plan.encoders import each_source, find_encoders, stored_taps
+from spile.plan.encoders import each_source, find_encoders, gain_before, stored_taps
 from support import saes, tiny
 
 
@@ -54,7 +58,9 @@ def test_a_directory_may_hold_one_for_each_layer(model: Path, tmp_path: Path) ->
     assert list(each) == ["mlp_in.0", "mlp_in.1", "mlp_in.2"], "those that read mlp_in"
     assert {e.sae.writes for e in each.values()} == {f"blocks.{n}.hook_mlp_out" for n in range(3)}
     one = found(model, folder / "layer_2.safetensors", taps)["mlp_in.2"]
-    assert one == each["mlp_in.2"] != each["mlp_in.1"]
+    assert one == each["mlp_in.2"] == each["mlp_in.1"], "they share one program"
+    assert one.sae.identity() == each["mlp_in.2"].sae.identity()
+    assert one.sae.identity() != each["mlp_in.1"].sae.identity()
     # What is named wins: the layer is the tap's.
     named = found(model, f"resid_post.1={folder}", taps)
     assert {tap: e.sae.identity() for tap, e in named.items()} == {
@@ -64,6 +70,36 @@ def test_a_directory_may_hold_one_for_each_layer(model: Path, tmp_path: Path) ->
         found(model, folder, "resid_post:1,mlp_out:1")
     (folder / "config.yaml").unlink()
     assert {*found(model, folder, "resid_mid:1-2")} == {"resid_mid.1", "resid_mid.2"}
+
+
+@pytest.mark.parametrize("plus_one", [False, True])
+def test_an_encoder_of_what_a_norm_made_before_its_gain(plus_one: bool, tmp_path: Path) -> None:
+    gemma = {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", "head_dim": 8,
+             "hidden_act": "gelu_pytorch_tanh"}  # fmt: skip
+    model = tiny.write_model(tmp_path / "model", **(gemma if plus_one else {}))
+    checkpoint = open_checkpoint(str(model))
+    folder = saes.write_transcoders(tmp_path / "all", range(2), "ln2.hook_normalized")
+    taps = parse_taps("mlp_in:1,resid_post:1", checkpoint.arch)
+
+    def find(where: object) -> Sae:
+        recipe, gain = Recipe(encode=str(where)), partial(gain_before, checkpoint)
+        return find_encoders(recipe, taps, checkpoint.arch, gain)["mlp_in.1"].sae
+
+    file, info = checkpoint.tensors["model.layers.1.post_attention_layernorm.weight"]
+    gain = plus_one + read_tensor(file, info).astype(np.float32)
+    assert np.std(gain) > 0.01
+    plain, found = open_sae(str(folder), layer=1), find(folder)
+    assert (found.hook, found.ungained) == ("blocks.1.mlp.hook_in", True)
+    wanted = load_arrays(plain)[0]["W_enc"] / gain[:, None]
+    np.testing.assert_array_equal(load_arrays(found)[0]["W_enc"], wanted)
+    # Gemma Scope's transcoders do not say so of themselves.
+    (tmp_path / "raw").mkdir()
+    np.savez(tmp_path / "raw" / "params.npz", **saes.random_tensors("jumprelu"))  # type: ignore[arg-type]
+    raw = find(f"mlp_in.1={tmp_path / 'raw'}")
+    wanted = saes.random_tensors("jumprelu")["W_enc"] / gain[:, None]
+    np.testing.assert_array_equal(load_arrays(raw)[0]["W_enc"], wanted)
+    with pytest.raises(ConfigError, match="is known for mlp_in and RMS norms only"):
+        find(f"resid_post.1={folder}")
 
 
 def test_heads_are_read_as_one_row(model: Path, tmp_path: Path) -> None:

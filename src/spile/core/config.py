@@ -109,8 +109,9 @@ class Recipe(Options):
     )
     encode: str | None = option(
         "store sparse latents instead of a tap's rows: directory or URL of a sparse autoencoder or "
-        "transcoder (SAELens, Gemma Scope, Qwen-Scope, sparsify, dictionary_learning, "
-        "circuit-tracer), or of a folder with one per tap or layer; or TAP=DIR, comma separated",
+        "transcoder (SAELens, Gemma Scope, Qwen-Scope, Llama Scope, sparsify, "
+        "dictionary_learning, circuit-tracer), or of a folder with one per tap or layer; or "
+        "TAP=DIR, comma separated",
         kind="list",
         topic="taps",
         common=True,

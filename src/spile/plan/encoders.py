@@ -5,14 +5,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError
 from spile.core.pool import COVARIANCE, JACOBIAN, MOMENTS, beside, is_reduced, reduces
 from spile.core.recipe import latent_names
 from spile.dataset.format import TapInfo, covariance_width, jacobian_width
 from spile.models.config.arch import Arch
+from spile.models.config.specs import block_specs
+from spile.models.files.checkpoint import Checkpoint
 from spile.models.files.encoders import find_layout, open_sae
 from spile.models.files.encoders.sae import Sae, SparseEncoder
+from spile.models.files.safetensors import read_tensor
 from spile.models.taps import Tap
 from spile.objects.paths import path_of
 
@@ -26,8 +31,16 @@ def each_source(encode: str, change: Callable[[str], str]) -> str:
     )
 
 
-def find_encoders(recipe: Recipe, taps: Sequence[Tap], arch: Arch) -> dict[str, SparseEncoder]:
+def find_encoders(
+    recipe: Recipe,
+    taps: Sequence[Tap],
+    arch: Arch,
+    gain: Callable[[Tap], np.ndarray] | None = None,
+) -> dict[str, SparseEncoder]:
     """Find the encoder of each tap that has one, by the tap's name.
+
+    Args:
+        gain: of the norm whose output a tap is; None if only shapes are needed.
 
     Raises:
         ConfigError: if an encoder does not fit its tap.
@@ -42,11 +55,37 @@ def find_encoders(recipe: Recipe, taps: Sequence[Tap], arch: Arch) -> dict[str, 
     for where, sae, tap in pairs:
         if "keys" in tap.kind.shape or tap.dtype(_FLOATS[0]) != _FLOATS[0]:
             raise ConfigError(f"--encode {where}: an encoder cannot read {tap.site}")
+        # (Gemma Scope's own files do not say what they read; those of mlp_in are transcoders.)
+        if sae.ungained or (tap.site == "mlp_in" and sae.file.name.endswith(".npz")):
+            own = gain(tap).tobytes() if gain else b""
+            sae = replace(sae, ungained=True, gain=own)
         refuse_unfit(f"--encode {where}", sae, tap, arch)
         if tap.name in found:
             raise ConfigError(f"--encode names two encoders for {tap.name}; give one per tap")
         found[tap.name] = SparseEncoder.of(sae, recipe.latents, pooled=pooled)
     return {tap.name: found[tap.name] for tap in taps if tap.name in found}
+
+
+def gain_before(checkpoint: Checkpoint, tap: Tap) -> np.ndarray:
+    """Return the gain by which a norm has multiplied the rows of `mlp_in`, in float32.
+
+    Raises:
+        ConfigError: if the tap is another, or the norm does more than multiply.
+    """
+    arch, layer = checkpoint.arch, tap.layer
+    if tap.site != "mlp_in" or layer is None or not arch.norm.startswith("rms"):
+        raise ConfigError(
+            f"--encode: the encoder of {tap.name} reads what a norm has made before its gain "
+            "multiplies it; that is known for mlp_in and RMS norms only"
+        )
+    specs = {spec.name: spec for spec in block_specs(arch, arch.layers[layer])}
+    spec = specs.get("mlp_norm") or specs["attn_norm"]  # one norm for both, if they are parallel
+    file, info = checkpoint.tensors[checkpoint.names(spec, layer)[0]]
+    gain = np.asarray(read_tensor(file, info), np.float32).reshape(-1)
+    gain = 1.0 + gain if arch.norm == "rms_plus_one" else gain
+    if not np.all(gain):
+        raise ConfigError(f"--encode: the norm before {tap.name} has a gain of zero")
+    return gain
 
 
 def refuse_unfit(given: str, sae: Sae, tap: Tap, arch: Arch) -> None:

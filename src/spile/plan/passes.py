@@ -1,6 +1,7 @@
 """`--add-taps`: settle the pass that adds taps to a dataset. No corpus is read, and no jax."""
 
 import dataclasses
+from functools import partial
 from itertools import count
 
 from spile.core.config import Recipe, flag_of
@@ -13,7 +14,7 @@ from spile.dataset.records.passes import Pass, pass_name, readable_passes, recip
 from spile.dataset.records.table import Table
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.taps import parse_taps, tops_of
-from spile.plan.encoders import each_source, find_encoders, stored_taps
+from spile.plan.encoders import each_source, find_encoders, gain_before, stored_taps
 from spile.plan.resolve import completed_recipe, pinned_recipe, refuse_ingested
 from spile.plan.tapped import taps_of
 
@@ -57,7 +58,7 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
                 "give --add-taps alone"
             )
     taps = taps_of(asked, checkpoint.arch)
-    encoders = find_encoders(asked, taps, checkpoint.arch)
+    encoders = find_encoders(asked, taps, checkpoint.arch, partial(gain_before, checkpoint))
     settled = dataclasses.replace(
         table.recipe,
         model_source=lasting(asked.model),

@@ -53,7 +53,7 @@ from spile.objects import exists, open_objects
 from spile.objects.hub.names import continued, newest, pinned
 from spile.objects.paths import AnyPath
 from spile.plan.compute_dtype import settled_compute_dtype
-from spile.plan.encoders import each_source, find_encoders, stored_taps
+from spile.plan.encoders import each_source, find_encoders, gain_before, stored_taps
 from spile.plan.growth import (
     can_grow,
     changed_files,
@@ -123,7 +123,7 @@ def resolve(
 
     checkpoint = open_checkpoint(recipe.model, recipe.lora)
     taps = taps_of(recipe, checkpoint.arch)
-    encoders = find_encoders(recipe, taps, checkpoint.arch)
+    encoders = find_encoders(recipe, taps, checkpoint.arch, partial(gain_before, checkpoint))
     splices = find_splices(recipe.splice, () if stored else taps, checkpoint.arch)
     known = stored or like
     further = _further_sources(known) if known else ()

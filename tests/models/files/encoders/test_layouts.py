@@ -3,7 +3,10 @@
 The projects' code made the files and what is expected of them: see `tests/fixtures/encoders`.
 """
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,8 +35,8 @@ HOOKS = {
     "gemma_scope_2_clt": _MLP,
     "gemma_scope_2_transcoder": _MLP,
     "gemma_scope_transcoder": (None, None),
-    "qwen_scope": _STREAM,
-    "sparsify": _STREAM,
+    "saelens_skip_transcoder": _MLP,
+    "saelens_transcoder": _MLP,
     "sparsify_transcoder": _MLP,
 }
 CROSS_LAYER = ("circuit_tracer_clt", "gemma_scope_2_clt")
@@ -56,7 +59,7 @@ def test_every_layout_has_a_fixture() -> None:
     found = {find_layout(Path(where(name))) for name in FOLDERS}
     layouts = {each.layout for each in found if each}
     assert None not in found
-    assert {each.tool for each in LAYOUTS if each not in layouts} <= {"SAELens", "Llama Scope"}
+    assert layouts == {*LAYOUTS}
 
 
 @pytest.mark.parametrize("name", [name for name in FOLDERS if name not in CROSS_LAYER])
@@ -108,3 +111,64 @@ def test_a_file_of_a_directory_names_its_layer() -> None:
         assert by_file.hook and by_file.hook.startswith(f"blocks.{layer}.")
     whole = open_sae(f"{where('dictionary_learning_topk')}/ae.pt")
     assert whole.identity() == open_sae(where("dictionary_learning_topk")).identity()
+
+
+def test_a_transcoder_of_llama_scope_has_two_scales(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "llama_scope", tmp_path, dirs_exist_ok=True)
+    about = json.loads((tmp_path / "hyperparams.json").read_text())
+    about["dataset_average_activation_norm"] = {"in": 2.0, "out": 0.5}
+    about["hook_point_in"] = "blocks.1.ln2.hook_normalized"
+    about["hook_point_out"] = "blocks.1.hook_mlp_out"
+    (tmp_path / "hyperparams.json").write_text(json.dumps(about))
+    sae, rows = open_sae(str(tmp_path), decodes=True), wanted("llama_scope")["rows"]
+    assert (sae.hook, sae.writes, sae.ungained) == (
+        "blocks.1.mlp.hook_in", "blocks.1.hook_mlp_out", True
+    )  # fmt: skip
+    arrays, _ = load_arrays(sae)
+    inside = rows * 2.0 @ arrays["W_enc"] + arrays["b_enc"]  # sqrt(16) / 2
+    expected = np.where(inside > 2.0 * about["jump_relu_threshold"], inside, 0.0)
+    np.testing.assert_allclose(latents(sae, rows), expected, atol=5e-6)
+    made = reconstruction(sae, arrays, rows, np, np.matmul, kth_largest)
+    expected = (expected @ arrays["W_dec"] + arrays["b_dec"]) / 8.0  # sqrt(16) / 0.5
+    np.testing.assert_allclose(made, expected, atol=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "changes", "reason"),
+    [
+        ("llama_scope", "hyperparams.json", {"act_fn": "topk"}, "act_fn is topk; known: jumprelu"),
+        ("llama_scope", "hyperparams.json", {"use_glu_encoder": True}, "use_glu_encoder is True"),
+        ("llama_scope", "hyperparams.json", {"norm_activation": "token-wise"}, "norm_activation"),
+        ("llama_scope", "hyperparams.json", {"jump_relu_threshold": -1}, "threshold is -1"),
+        ("llama_scope", "hyperparams.json", {"dataset_average_activation_norm": 3}, "norm is None"),
+        ("llama_scope", "hyperparams.json", {"d_sae": 49}, "encoder.weight has shape .48, 16."),
+        ("sparsify", "cfg.json", {"activation": "groupmax"}, "activation is groupmax; known: topk"),
+        ("sparsify", "cfg.json", {"signed": True}, "signed is True; known: false"),
+        ("sparsify", "cfg.json", {"k": None}, "d_in and k is 16 and None"),
+        ("sparsify", "cfg.json", {"twist": 1}, "unknown key 'twist'"),
+        ("dictionary_learning_topk", "config.json", {"trainer": {}}, "dict_class is None; known:"),
+        ("dictionary_learning_topk", "config.json", {"trainer": 3}, "dict_class is None; known:"),
+        ("gemma_scope_2", "config.json", {"architecture": "topk"}, "'topk'; known: jump_relu"),
+        ("saelens_transcoder", "cfg.json", {"d_out": "8"}, "d_out is 8; known: a number"),
+        (
+            "saelens_transcoder",
+            "cfg.json",
+            {"normalize_activations": "layer_norm"},
+            "normalize_act",
+        ),
+    ],
+)
+def test_what_would_change_the_latents_is_refused(
+    name: str, file: str, changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    shutil.copytree(where(name), tmp_path, dirs_exist_ok=True)
+    about = json.loads((tmp_path / file).read_text())
+    (tmp_path / file).write_text(json.dumps({**about, **changes}))
+    with pytest.raises(InputError, match=reason):
+        open_sae(str(tmp_path))
+
+
+def test_qwen_scope_needs_its_repositorys_name(tmp_path: Path) -> None:
+    shutil.copytree(where("qwen_scope"), tmp_path / "renamed")
+    with pytest.raises(InputError, match="stands only in the repository's name"):
+        open_sae(str(tmp_path / "renamed"), layer=1)

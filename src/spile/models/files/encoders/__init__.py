@@ -13,6 +13,7 @@ from spile.models.files.encoders import (
     circuit_tracer,
     dictionary_learning,
     gemma_scope,
+    llama_scope,
     qwen_scope,
     saelens,
     sparsify,
@@ -21,6 +22,7 @@ from spile.models.files.encoders.sae import Sae
 from spile.models.files.encoders.tensors import check_tensors, sampled_files
 from spile.objects.paths import AnyPath, path_of
 
+_UNGAINED = "ln2.hook_normalized"  # mlp_in, before the norm's gain multiplies it
 _NUMBER = r"(0|[1-9]\d{0,5})"
 
 
@@ -57,6 +59,7 @@ LAYOUTS = (  # the first whose file is there
         "dictionary_learning", dictionary_learning.FILE,
         dictionary_learning.read_dictionary_learning,
     ),
+    EncoderLayout("Llama Scope", llama_scope.CONFIG, llama_scope.read_llama_scope),
     EncoderLayout("Qwen-Scope", qwen_scope.FILE, qwen_scope.read_qwen_scope),
     EncoderLayout(
         "circuit-tracer", circuit_tracer.TRANSCODER, circuit_tracer.read_transcoder
@@ -131,6 +134,9 @@ def open_sae(
             f"{flag} {where}: is a cross-layer transcoder, whose reconstruction needs the latents "
             "of all layers up to its own; only its latents are computed"
         )
+    if sae.hook and sae.hook.endswith(_UNGAINED):
+        hook = f"{sae.hook.removesuffix(_UNGAINED)}mlp.hook_in"
+        sae = replace(sae, hook=hook, ungained=True)
     sae = replace(sae, decodes=decodes)
     check_tensors(sae)
     return replace(sae, sampled=sampled_files(sae))

@@ -24,6 +24,8 @@ def activations(
         xp: numpy or jax.numpy, matching the arrays.
         product: multiplies two matrices, in float32.
     """
+    if sae.scale != 1.0:
+        rows = rows * sae.scale
     if sae.normalize == "layer_norm":
         rows = rows - rows.mean(axis=-1, keepdims=True)
         deviation = xp.sqrt((rows * rows).sum(axis=-1, keepdims=True) / (sae.width - 1))
@@ -82,6 +84,8 @@ def reconstruction(
     made = product(found, arrays["W_dec"]) + arrays["b_dec"]
     if sae.skips:
         made = made + product(rows, arrays["W_skip"])
+    if sae.output_scale != 1.0:
+        made = made / sae.output_scale
     if sae.normalize == "layer_norm":
         mean = rows.mean(axis=-1, keepdims=True)
         squares = xp.square(rows - mean).sum(axis=-1, keepdims=True)

@@ -53,10 +53,13 @@ def stored_tensors(file: AnyPath, names: Mapping[str, str]) -> dict[str, StoredT
 
 @dataclass(frozen=True, kw_only=True)
 class Sae:
-    """A published encoder: its settings, and its files."""
+    """A published encoder: its settings, and its files.
 
-    directory: AnyPath
-    file: AnyPath  # its tensors, unless they have places
+    Two are equal if they compute in the same way, so that one program serves both.
+    """
+
+    directory: AnyPath = field(compare=False)
+    file: AnyPath = field(compare=False)  # its tensors, unless they have places
     architecture: str
     width: int  # values in a row that it reads
     latents: int
@@ -64,21 +67,33 @@ class Sae:
     normalize: str = "none"
     subtracts: bool = True  # whether it subtracts the decoder's bias from its input
     rescales: bool = False  # whether it scales latents by the norms of their decoder rows
-    hook: str | None = None  # TransformerLens name of the hook it reads
-    writes: str | None = None  # of a transcoder: the hook whose values it reconstructs
+    hook: str | None = field(default=None, compare=False)  # that it reads, by TransformerLens' name
+    # Of a transcoder: the hook whose values it reconstructs.
+    writes: str | None = field(default=None, compare=False)
     target: int | None = None  # of a transcoder: values in such a row
     skips: bool = False  # whether a matrix of its input is added to its output
     crosses: bool = False  # whether it is a layer of a cross-layer transcoder
+    threshold: float | None = None  # of all latents, if it is no tensor
+    scale: float = 1.0  # of its input, before anything else
+    output_scale: float = 1.0  # by which its output is divided, after everything else
+    ungained: bool = False  # whether it reads what a norm has made before its gain multiplies it
+    # That gain, in float32: a tap's rows are divided by it.
+    gain: bytes = field(default=b"", compare=False)
     raw: bool = False  # in Gemma Scope's own format
     # Tensors that lie elsewhere than `file`, or in another form, by name.
-    places: Mapping[str, StoredTensor] = field(default_factory=dict[str, StoredTensor], hash=False)
+    places: Mapping[str, StoredTensor] = field(
+        default_factory=dict[str, StoredTensor], compare=False
+    )
     decodes: bool = False  # whether its decoder is used, too
-    sampled: str = ""  # digest of sampled blocks of its tensors, as they were when it was opened
+    # Digest of sampled blocks of its tensors, as they were when it was opened.
+    sampled: str = field(default="", compare=False)
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """The tensors to read, and the shape of each."""
         sizes = {"w": self.width, "l": self.latents, "o": self.target or self.width}
         axes = dict(_TENSORS[self.architecture])
+        if self.threshold is not None:
+            del axes["threshold"]
         if self.subtracts or self.decodes:
             axes["b_dec"] = "o"
         if self.rescales or self.decodes:
@@ -98,7 +113,9 @@ class Sae:
     def arithmetic(self) -> dict[str, Any]:
         """The settings, beside the tensors, that its latents depend on."""
         names = ("architecture", "width", "latents", "k", "normalize", "subtracts", "rescales")
-        return {name: getattr(self, name) for name in names}
+        unless = {"threshold": None, "scale": 1.0, "output_scale": 1.0, "ungained": False}
+        more = {n: value for n, usual in unless.items() if (value := getattr(self, n)) != usual}
+        return {name: getattr(self, name) for name in names} | more
 
     def identity(self) -> str:
         """What it is, without its name: its arithmetic and sampled blocks of its tensors."""

@@ -99,11 +99,16 @@ def load_arrays(sae: Sae) -> tuple[dict[str, np.ndarray], dict[str, str]]:
                     arrays[name] = _as_used(stored, place, shape)
     if sampled_files(sae) != sae.sampled:
         raise changed(sae.file, "the encoder has other values now")
+    if sae.threshold is not None:
+        arrays["threshold"] = np.full(sae.latents, sae.threshold, np.float32)
+    if sae.gain:  # x / gain @ W is x @ (W / gain)
+        gain = np.frombuffer(sae.gain, np.float32)[:, None]
+        arrays |= {name: arrays[name] / gain for name in ("W_enc", "W_skip") if name in arrays}
     if sae.rescales:
         arrays["decoder_norm"] = np.linalg.norm(arrays["W_dec"], axis=1)
         if not sae.decodes:
             del arrays["W_dec"]
-    return {n: arrays[n] for n in (*sae.tensors(), "decoder_norm") if n in arrays}, digests
+    return arrays, digests
 
 
 def _as_used(stored: np.ndarray, place: StoredTensor, shape: tuple[int, ...]) -> np.ndarray:
