@@ -57,6 +57,7 @@ OTHER: dict[str, Any] = {
     "latents": 8,
     "attn_top": 3,
     "top_logits": 9,
+    "objective": "logprob",
     "splice_source": "zero:z.1",
     "splice": ("zero z.1",),
     "messages": "chats",

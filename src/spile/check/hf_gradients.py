@@ -31,6 +31,10 @@ def differentiable(points: Iterable[Point]) -> list[Point]:
     return [point for point in points if point.name.partition(".")[0] in sites]
 
 
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
 def gradients(
     model: Any, points: Iterable[Point], ids: Tensor, objective: TorchObjective
 ) -> dict[str, np.ndarray]:
@@ -77,7 +81,7 @@ def gradients(
             hooks.callback(registered.remove)
         objective(model(input_ids=ids[None], use_cache=False).logits[0], ids).backward()
     return {
-        point.name: (point.take(tensor.grad) / point.scale).detach().cpu().numpy()
+        point.name: (point.take(tensor.grad) / point.scale).detach().cpu().to(_wide(tensor)).numpy()
         for point, tensor in seen.items()
         if tensor.grad is not None
     }

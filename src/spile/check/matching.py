@@ -38,6 +38,10 @@ def match(
         return None
     shape = own.shape(arch, 1)
     alike = [t.name for t in all_taps(arch) if _is_vector(t) and t.shape(arch, 1) == shape]
+    if own.kind.of:
+        layers = range(arch.num_layers if own.layer is not None else 0)
+        others = (Tap(own.site, layer) for layer in layers)
+        alike = [t.name for t in others if t.why_not(arch) is None and t.shape(arch, 1) == shape]
     found: dict[tuple[str, int], list[np.ndarray]] = {}
     for document, tokens in samples:
         for name, shift, distances in _distances(document, tokens[:_TOKENS], tap, alike, exact):

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from spile.check.attended import attended
+from spile.check.hf_gradients import gradients, logprob
 from spile.check.hf_modules import (
     Point,
     block_points,
@@ -38,7 +39,7 @@ from spile.check.hf_modules import (
 )
 from spile.check.next_token import next_token
 from spile.core.errors import InputError
-from spile.models.sites import SITES
+from spile.models.sites import GRADIENT, GRADIENTS, SITES
 
 _ATTENDED = ("attn_top_keys", "attn_top_weights", "attn_summary")  # from attention weights
 _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -65,11 +66,11 @@ class Reference:
         Raises:
             InputError: if a tap that is changed is not the whole of what a module takes or returns.
         """
-        self._model: Any = model
-        self._model.eval()
+        self.model: Any = model
+        self.model.eval()
         # Only eager attention returns its weights. (Some families only look there.)
-        self._model.set_attn_implementation("eager")
-        decoder: Any = self._model.get_decoder()
+        self.model.set_attn_implementation("eager")
+        decoder: Any = self.model.get_decoder()
         self._body: Any = getattr(decoder, "model", decoder)  # (some give it with its head)
         self._body.config._attn_implementation = "eager"
         # Learned positions are added to the embeddings; rotary ones rotate q and k.
@@ -88,7 +89,7 @@ class Reference:
             # A model that scales its embeddings may do so inside that module or after it.
             Point("embed", blocks[0], "in", token_rows, whole=not embeds_itself(blocks[0]))
             if hasattr(self._body, "rotary_emb")
-            else Point("embed", self._model.get_input_embeddings(), "out", token_rows, whole=True),
+            else Point("embed", self.model.get_input_embeddings(), "out", token_rows, whole=True),
             Point("final_norm", find_part(self._body, "final_norm"), "out", token_rows),
         ]
         for i, block in enumerate(blocks):
@@ -97,7 +98,7 @@ class Reference:
         if missing := {*(changes or {})} - whole.keys():
             raise InputError(
                 f"check cannot recompute a change at {min(missing)}: no module of "
-                f"{type(self._model).__name__} takes or returns just that"
+                f"{type(self.model).__name__} takes or returns just that"
             )
         self._changes = [(whole[name], change) for name, change in (changes or {}).items()]
         self._products = [module for block in blocks for module in _products(block)]
@@ -105,14 +106,14 @@ class Reference:
         spaces = filter(None, map(find_space, blocks))
         self._exact = {id(space.in_proj): space.num_heads for space in spaces}
         self._float8 = False
-        self._experts = getattr(self._model.config, "_experts_implementation", None)
-        if self._model.dtype == torch.float64:
+        self._experts = getattr(self.model.config, "_experts_implementation", None)
+        if self.model.dtype == torch.float64:
             self._adapt()
 
     def compute_in(self, dtype: torch.dtype) -> None:
         """Compute in another dtype from now on; weights are rounded if it has fewer digits."""
-        if self._model.dtype != dtype:
-            self._model.to(dtype)
+        if self.model.dtype != dtype:
+            self.model.to(dtype)
             self._adapt()
 
     def multiply_in_float8(self, on: bool) -> None:
@@ -128,7 +129,7 @@ class Reference:
         Raises:
             ValueError: if the model does not have it.
         """
-        self._model.set_attn_implementation(implementation)
+        self.model.set_attn_implementation(implementation)
 
     def taps(
         self,
@@ -173,8 +174,13 @@ class Reference:
             return site == "attn_pattern" and any(wanted(f"{each}.{layer}") for each in _ATTENDED)
 
         found: dict[str, np.ndarray] = {}
-        ids = torch.tensor(token_ids.astype(np.int64), device=self._model.device)
+        ids = torch.tensor(token_ids.astype(np.int64), device=self.model.device)
         _forget_longer_contexts(self._rotary)
+        if made := {name for name in sites or () if _is_gradient(name)}:
+            sites = {*(sites or ())} - made
+            found |= self._gradients(ids, made, noise)
+            if not sites:
+                return found
         with ExitStack() as hooks, torch.no_grad(), self._arithmetic():
             for module in self._products if self._float8 else ():
                 module.forward = partial(_float8_product, module, self._exact.get(id(module), 0))
@@ -192,7 +198,7 @@ class Reference:
             if hasattr(self._modeling, _CONVOLUTION):
                 hooks.enter_context(self._watched_functions(wanted, found))
             if any(wanted(site.name) for site in SITES.values() if site.head):
-                logits = self._model(input_ids=ids[None], use_cache=False).logits[0]
+                logits = self.model(input_ids=ids[None], use_cache=False).logits[0]
                 read = {"logits": logits}
                 if any(wanted(site.name) for site in SITES.values() if site.head and site.dtype):
                     read |= next_token(logits, ids, sized)
@@ -208,20 +214,40 @@ class Reference:
                 del found[name]
         return found
 
+    def _gradients(
+        self, ids: Tensor, names: Collection[str], noise: int | None
+    ) -> dict[str, np.ndarray]:
+        """Compute gradients of the sum of log-probabilities, by their taps."""
+        if self._changes:
+            raise InputError("check cannot recompute gradients of a model with --splice")
+        with ExitStack() as hooks, self._arithmetic():
+            if noise is not None:
+                first = find_part(self._body, "blocks")[0]
+                hooks.callback(_round_again(first, noise).remove)
+            found = gradients(self.model, self.points, ids, logprob)
+        wide = np.float64 if self.model.dtype == torch.float64 else np.float32
+        named = {_gradient_of(name): values.astype(wide) for name, values in found.items()}
+        if missing := {*names} - named.keys():
+            raise InputError(
+                f"check cannot recompute {min(missing)}: no module of {type(self.model).__name__} "
+                "takes or returns just those values"
+            )
+        return {name: named[name] for name in names}
+
     def _arithmetic(self) -> AbstractContextManager[Any]:
-        return _InFloat64() if self._model.dtype == torch.float64 else nullcontext()
+        return _InFloat64() if self.model.dtype == torch.float64 else nullcontext()
 
     def _adapt(self) -> None:
         """Adapt experts and rotary frequencies, which do not follow the model's dtype."""
         if self._experts is not None:  # grouped products do not support float64
-            wide = self._model.dtype == torch.float64
-            self._model.set_experts_implementation("eager" if wide else self._experts)
+            wide = self.model.dtype == torch.float64
+            self.model.set_experts_implementation("eager" if wide else self._experts)
         if self._rotary is None:
             return
         with self._arithmetic():  # recompute instead of converting
             made = type(self._rotary)(self._rotary.config)
             for name, values in made.named_buffers():
-                setattr(self._rotary, name, values.to(self._model.device))
+                setattr(self._rotary, name, values.to(self.model.device))
 
     @contextmanager
     def _watched_attention(
@@ -417,6 +443,16 @@ def _scaled_to_float8(values: Tensor) -> tuple[Tensor, Tensor]:
     largest = wide.abs().amax(-1, keepdim=True)
     scale = torch.where(largest > 0, largest / _FLOAT8_MAX, 1.0)
     return (wide / scale).to(torch.float8_e4m3fn).float(), scale
+
+
+def _is_gradient(name: str) -> bool:
+    return name.partition(".")[0] in GRADIENTS
+
+
+def _gradient_of(name: str) -> str:
+    """The name of a tap's gradient."""
+    site, dot, layer = name.partition(".")
+    return f"{site}{GRADIENT}{dot}{layer}"
 
 
 def _array(value: Tensor) -> np.ndarray:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import re
 import shlex
 import shutil
 import textwrap
@@ -15,6 +16,7 @@ from spile.core.config import STORE_DTYPES, Recipe, Runtime
 from spile.core.disagreement import BOUND
 from spile.core.errors import ConfigError, InputError, SpileError
 from spile.core.humanize import plural, size
+from spile.models.sites import SPLICED
 
 if TYPE_CHECKING:
     from spile.check.compare import CheckReport
@@ -58,7 +60,12 @@ def taps_text(entries: Sequence[Mapping[str, Any]], width: int) -> str:
         lines += _wrapped(entry["meaning"], width, head, " " * len(head))
         if entry["aliases"]:
             lines += _wrapped(", ".join(entry["aliases"]), width, "    also ", " " * 9)
-    return "\n".join(lines)
+    sites = dict.fromkeys(re.split(r"[.:]", entry["name"])[0] for entry in entries)
+    having = ", ".join(site for site in sites if site in SPLICED)
+    told = f"gradient of --objective with respect to SITE: {having}"
+    return "\n".join(
+        [*lines, *_wrapped(told, width, f"{'SITE_grad':{names}}  ", " " * (names + 2))]
+    )
 
 
 def _wrapped(text: str, width: int, first: str, rest: str) -> list[str]:
@@ -88,7 +95,8 @@ def add_compile(verbs: Verbs) -> None:
     sub.switch("--search", "compile for every suitable mesh")
     sub.add("--on", "which compiler [libtpu, else cpu]", "libtpu|cpu|here")
     for name in ("weights", "seq-len", "batch-tokens", "compute-dtype", "store-dtype", "encode",
-                 "latents", "attn-top", "top-logits", "splice", "pool", "reduce"):  # fmt: skip
+                 "latents", "attn-top", "top-logits", "objective", "splice", "pool",
+                 "reduce"):  # fmt: skip
         sub.add(f"--{name}", "as for extract", "X")
 
 
@@ -102,7 +110,7 @@ def compile(arguments: argparse.Namespace) -> None:
     from spile.run.pipeline.display import waiting
 
     names = ("model", "taps", "seq_len", "compute_dtype", "store_dtype", "encode", "latents",
-             "attn_top", "top_logits", "splice", "pool", "reduce")  # fmt: skip
+             "attn_top", "top_logits", "objective", "splice", "pool", "reduce")  # fmt: skip
     recipe = Recipe(**{name: getattr(arguments, name) for name in names})
     names = ("batch_tokens", "mesh", "fsdp")
     runtime = Runtime(

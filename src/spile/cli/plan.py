@@ -18,6 +18,7 @@ from spile.core.humanize import lasting, size
 from spile.core.options import listed
 from spile.core.pool import is_reduced
 from spile.models.config.kernel_choice import (
+    NO_BACKWARD,
     KernelChoice,
     attention_kernels,
     recurrence_kernel,
@@ -225,6 +226,8 @@ def _kernels(
         from spile.models.forward.kernels.attention import missing_kernels
 
         missing = missing_kernels()
+    if job.objective:
+        missing = {**missing, **NO_BACKWARD}
     recipe, arch = job.recipe, job.checkpoint.arch
     return attention_kernels(
         *(platform, arch, recipe.compute_dtype, recipe.seq_len),
@@ -338,9 +341,18 @@ def counted_rows(recipe: Mapping[str, Any], cost: "Estimate") -> list[tuple[str,
         ("mesh", cost.mesh if cost.mesh != "1" else "one device"),
         ("weights per device", f"{size(cost.weights_bytes)} in {recipe['compute_dtype']}"),
         ("weights are kept", cost.residency.told(recipe["seq_len"])),
+        *_backward(recipe, cost),
         ("memory per device", size(cost.device_bytes)),
         ("memory on the host", size(cost.host_bytes)),
     ]
+
+
+def _backward(recipe: Mapping[str, Any], cost: "Estimate") -> list[tuple[str, str]]:
+    """Return how the backward pass of gradients runs, if some are tapped."""
+    if cost.recomputes is None:
+        return []
+    kept = "each block is computed again" if cost.recomputes else "blocks keep what it needs"
+    return [("backward pass", f"of {recipe['objective']}; {kept}")]
 
 
 def attention_row(kernels: Mapping[int, KernelChoice]) -> tuple[str, str]:

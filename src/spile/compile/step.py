@@ -43,6 +43,7 @@ from spile.models.forward.sparse_latents import device_arrays
 from spile.models.forward.splice import load_changes
 from spile.models.forward.weights import LayerSchedule, Params, abstract_params
 from spile.models.layout import Cuts, Layout
+from spile.models.objectives import Objective, objective_of
 from spile.models.splices import Splice
 from spile.models.taps import Tap
 from spile.plan.compute_dtype import settled_compute_dtype
@@ -50,7 +51,7 @@ from spile.plan.encoders import stored_taps
 from spile.plan.estimate import chosen_layout, row_quantum
 from spile.plan.pooling import reducing, refuse_sums
 from spile.plan.residency import Machine, Residency, choose_residency, streamed_bytes
-from spile.plan.roofline import MEMORY_SHARE, Roofline, Workload, sweet_spot
+from spile.plan.roofline import MEMORY_SHARE, Roofline, Workload, recomputes, sweet_spot
 from spile.plan.tapped import seq_len_of, taps_of
 from spile.run.step.resident import ResidentStep
 from spile.run.step.step import StagePrograms, Step, StepDevices, StepSettings
@@ -131,6 +132,11 @@ class Question:
         capability = self.target.chip.capability if self.target.chip else gpu_capability()
         return settled_compute_dtype(self.recipe.compute_dtype, self.target.platform, capability)
 
+    @cached_property
+    def objective(self) -> Objective | None:
+        taps = taps_of(self.recipe, self.arch)
+        return objective_of(self.recipe.objective, taps, self.compute_dtype)
+
     @property
     def store_dtype(self) -> str:
         wide = self.recipe.compute_dtype == "float32"
@@ -158,7 +164,8 @@ class Question:
         pool = self.pool if self.pool and self.pool.sums else None
         other = Tap.from_name(pool.beside) if pool and pool.beside else None
         together = taps if other is None else (*taps, other)
-        depth = max(tap.layers_needed(arch) for tap in together)
+        aims = self.objective.aims if self.objective else ()
+        depth = max(tap.layers_needed(arch) for tap in (*together, *aims))
         quantum = row_quantum(layout, target.hosts)
         work = Workload(
             arch=arch,
@@ -168,14 +175,16 @@ class Question:
             rows=quantum,
             compute_dtype=self.compute_dtype,
             store_dtype=self.store_dtype,
-            whole=needs_whole_block(together, depth),
+            whole=needs_whole_block((*together, *aims), depth),
             encoders=self.encoders,
             splices=self.splices,
             pool=pool.by if pool else None,
             slots=slots_for(_SPANS) if pool else 0,
             labels=labels_for(_LABELS) if pool and pool.by == COVARIANCE else 0,
             other=other,
+            objective=self.objective,
         )
+        work = dataclasses.replace(work, remat=recomputes(work, self.target.memory))
         platform = target.platform if target.chip is None else "accelerator"
         tokens = self.runtime.batch_tokens or sweet_spot(arch, platform)
         rows = max(1, tokens // seq_len)
@@ -403,6 +412,8 @@ def _abstract_step(work: Workload, target: CompileTarget, kept: Residency) -> St
         spliced=tuple(changes),
         pool=work.pool,
         beside=work.other,
+        objective=work.objective,
+        remat=work.remat,
     )
     extras, shapes = _extras(work, shards, changes), params_of(work, shards, schedule)
     if not kept.streams:

@@ -126,6 +126,10 @@ class Recipe(Options):
     top_logits: int | None = count(
         "how many of the most likely next tokens to store per row, if --taps names top_logits [64]"
     )
+    objective: str | None = option(
+        "what SITE_grad taps are the gradient of: logprob, the sum of the log-probabilities of a "
+        "document's next tokens [logprob]"
+    )
     splice: str | None = option(
         "change values inside the model: zero:TAP, ablate:TAP=FILE.npy, steer:TAP=FILE.npy*4, "
         "mean:TAP=FILE.npy or a dataset, replace-with-sae:TAP=DIR, or your own, FILE.py:FUNCTION; "

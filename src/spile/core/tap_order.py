@@ -28,8 +28,9 @@ LARGEST = {
 # Sites whose place k holds the k-th largest of something, whichever that is.
 RANKED = ("expert_weights", "expert_ids", *(site for sites in LARGEST.values() for site in sites))
 _PLACES = {site: n for n, site in enumerate((*BEFORE_BLOCKS, *IN_A_BLOCK, *AFTER_BLOCKS))}
-# A site; for an encoded tap, what is stored of its latents; the layer; the heads.
-_NAME = re.compile(r"(\w+?)(_latents|_latent_ids)?(?:\.(\d{1,9})((?:\.h\d{1,9})*))?")
+# A site, or its gradient; for an encoded tap, what is stored of its latents; the layer; the heads.
+_NAME = re.compile(r"(\w+?)(_grad)?(_latents|_latent_ids)?(?:\.(\d{1,9})((?:\.h\d{1,9})*))?")
+_OF_A_SITE = (None, "_grad")
 _STORED = (None, "_latents", "_latent_ids")
 
 
@@ -42,12 +43,13 @@ def sorted_taps(names: Iterable[str]) -> list[str]:
     return sorted(names, key=_place)
 
 
-def _place(name: str) -> tuple[int, int, int, tuple[int, ...], int, str]:
+def _place(name: str) -> tuple[int, int, int, int, tuple[int, ...], int, str]:
     match = _NAME.fullmatch(name)
     if match is None:
-        return 3, 0, 0, (), 0, name
-    site, stored, layer, heads = match.groups()
+        return 3, 0, 0, 0, (), 0, name
+    site, made, stored, layer, heads = match.groups()
     stage = 1 if layer else 0 if site in BEFORE_BLOCKS else 2
     each = tuple(int(head[1:]) for head in (heads or "").split(".")[1:])
     place = _PLACES.get(site, len(_PLACES))
-    return stage, int(layer or 0), place, each, _STORED.index(stored), name
+    kind = _OF_A_SITE.index(made)
+    return stage, int(layer or 0), place, kind, each, _STORED.index(stored), name

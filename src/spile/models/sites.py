@@ -5,7 +5,7 @@ A new site is a row here and its code: in `models/forward`, which computes it, a
 """
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 from spile.models.config.arch import (
     ATTENTION,
@@ -51,6 +51,7 @@ class Site:
     group: str = ""
     of_chosen: bool = False  # computed for the kept tokens and the chosen heads alone
     advice: str = ""  # what to do about its size, if its rows are large
+    of: str = ""  # the site whose gradient it is
 
     @property
     def layered(self) -> bool:
@@ -307,6 +308,21 @@ SITES = {
 }  # fmt: skip
 AFTER_BLOCKS = tuple(site.name for site in SITES.values() if site.stage == AFTER)
 SPLICED = tuple(site.name for site in SITES.values() if site.spliced)
+# Sites that a backward pass computes, each from one where values can be changed.
+GRADIENT = "_grad"
+GRADIENTS = {
+    name + GRADIENT: replace(
+        SITES[name],
+        name=name + GRADIENT,
+        meaning=f"gradient of the objective with respect to {name}",
+        of=name,
+        lens=(),
+        latent_lens=None,
+        modules=(),
+        spliced=False,
+    )
+    for name in SPLICED
+}
 GROUPS = {  # names that stand for several sites in `--taps`
     group: tuple(site.name for site in SITES.values() if site.group == group)
     for group in dict.fromkeys(site.group for site in SITES.values() if site.group)

@@ -31,9 +31,12 @@ from spile.models.sites import (
     AFTER,
     BEFORE,
     FEATURES,
+    GRADIENT,
+    GRADIENTS,
     GROUPS,
     LENS_BLOCK,
     SITES,
+    SPLICED,
     Site,
     axis_sizes,
 )
@@ -84,7 +87,12 @@ class Tap:
     @property
     def kind(self) -> Site:
         """Its site's row of the table."""
-        return SITES[self.site]
+        return SITES[self.site] if self.site in SITES else GRADIENTS[self.site]
+
+    @property
+    def source(self) -> "Tap":
+        """The tap whose gradient it holds; of any other tap, itself."""
+        return replace(self, site=self.kind.of) if self.kind.of else self
 
     @property
     def name(self) -> str:
@@ -121,12 +129,15 @@ class Tap:
         return self.kind.dtype or stored
 
     def layers_needed(self, arch: Arch) -> int:
-        """Number of blocks that must run for this tap; the last perhaps not to its end."""
+        """Number of blocks that must run for this tap; the last perhaps not to its end.
+
+        (A gradient also needs those that its objective needs.)
+        """
         if self.kind.stage == BEFORE:
             return 0
         if self.layer is None:
             return arch.num_layers
-        return self.layer if self.site == "resid_pre" else self.layer + 1
+        return self.layer if self.source.site == "resid_pre" else self.layer + 1
 
     def aliases(self, arch: Arch) -> tuple[str, ...]:
         """Other tools' names of the same values; they have none for a subset of heads."""
@@ -288,6 +299,8 @@ def tops_of(taps: Iterable[Tap], arch: Arch, seq_len: int) -> dict[str, int]:
 
 def place_of(tap: Tap, arch: Arch) -> tuple[int, int, int, tuple[int, ...]]:
     """A key that compares how far a model must run for each of several taps."""
+    if tap.kind.of:  # whatever happens before the objective may change it
+        return arch.num_layers, arch.num_layers, len(SITES), tap.heads
     last = arch.num_layers if tap.kind.stage == AFTER else -1
     layer = last if tap.layer is None else tap.layer
     return tap.layers_needed(arch), layer, [*SITES].index(tap.site), tap.heads
@@ -314,7 +327,7 @@ def _parse_item(item: str, arch: Arch) -> set[Tap]:
             for site in GROUPS[site_name]
             for tap in _parse_item(site + item.removeprefix(site_name), arch)
         }
-    site = SITES.get(site_name)
+    site = SITES.get(site_name) or GRADIENTS.get(site_name)
     if site is None:
         raise _unknown_site_error(item, site_name, arch)
     if not site.layered:
@@ -469,7 +482,11 @@ def _unknown_site_error(item: str, site: str, arch: Arch) -> ConfigError:
             f"--taps {item!r}: whole states are too large to store ({whole:,} values for each "
             "token and layer); delta_state_norm has one number for each head"
         )
-    known = (*SITES, *GROUPS)
+    if site.endswith(GRADIENT) and site.removesuffix(GRADIENT) in SITES:
+        having = ", ".join(SPLICED)
+        return ConfigError(f"--taps {item!r}: gradients are those of {having}; add {GRADIENT}")
+    known = (*SITES, *GROUPS, *GRADIENTS)
     near = difflib.get_close_matches(site, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return ConfigError(f"--taps: no site {site!r} (known: {', '.join(known)}){hint}")
+    told = ", ".join((*SITES, *GROUPS))
+    return ConfigError(f"--taps: no site {site!r} (known: {told}){hint}")

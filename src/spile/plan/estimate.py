@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -36,7 +36,7 @@ from spile.plan.residency import (
     may_stream,
     streamed_bytes,
 )
-from spile.plan.roofline import MEMORY_SHARE, Roofline, Workload, sweet_spot
+from spile.plan.roofline import MEMORY_SHARE, Roofline, Workload, recomputes, sweet_spot
 from spile.plan.survey import Counted, Survey
 
 _log = logging.getLogger("spile.plan")
@@ -83,6 +83,7 @@ class Estimate:
     packing: float | None = None  # share of the packed positions that hold tokens
     flops: float = 0.0  # for the tokens alone, whatever else runs
     exact: bool = False
+    recomputes: bool | None = None  # whether blocks are computed again for gradients, if tapped
 
     @property
     def total_bytes(self) -> int:
@@ -132,6 +133,11 @@ def _planned_residency(job: ExtractionJob, runtime: Runtime, machine: Machine) -
         raise ConfigError(
             f"{Pool.parse(job.recipe.pool or '').flag}: needs the values of two blocks at "
             "once, and blocks are streamed; leave --weights out, or use more devices"
+        )
+    if found.streams and job.objective:
+        raise ConfigError(
+            f"gradients need every block on the device, and here {found}; leave --weights out, or "
+            "use more devices (--mesh)"
         )
     return found
 
@@ -194,6 +200,7 @@ def step_of(job: ExtractionJob, rows: int, platform: str, cuts: Cuts) -> Workloa
         slots=slots_for(math.ceil(job.table.kept * recipe.seq_len) + 1),
         labels=labels_for(_labels(job)) if reduces(recipe.pool) == COVARIANCE else 0,
         other=job.beside,
+        objective=job.objective,
     )
 
 
@@ -282,6 +289,7 @@ def estimate(
         packing=found.packing if found else None,
         flops=tokens / recipe.seq_len * step_of(job, 1, platform, ONE_DEVICE).flops,
         exact=found is not None and found.exact and not runtime.compress,
+        recomputes=_recomputes(job, machine, residency) if job.objective else None,
     )
 
 
@@ -301,9 +309,16 @@ def _rows_together(
     return -(-residency.sweep_rows * groups // quantum) * quantum
 
 
+def _recomputes(job: ExtractionJob, machine: Machine, residency: Residency) -> bool:
+    work = step_of(job, residency.batch_rows, machine.platform, machine.cuts)
+    return recomputes(work, machine.memory)
+
+
 def _device_bytes(job: ExtractionJob, machine: Machine, residency: Residency) -> tuple[int, int]:
     """Return the bytes of the weights on each device, and of everything there."""
     work = step_of(job, residency.batch_rows, machine.platform, machine.cuts)
+    if job.objective:
+        work = replace(work, remat=recomputes(work, machine.memory))
     if not residency.streams:
         return work.weights, work.device_bytes
     looks_up, swept = residency.looks_up, residency.streams_on_device * job.recipe.seq_len

@@ -31,6 +31,7 @@ from spile.dataset.records.table import Table
 from spile.dataset.records.unit_table import UnitColumns
 from spile.models.files.checkpoint import Checkpoint
 from spile.models.files.encoders.sae import SparseEncoder
+from spile.models.objectives import Objective
 from spile.models.sites import AFTER_BLOCKS
 from spile.models.splices import Splice
 from spile.models.taps import Tap
@@ -56,6 +57,7 @@ class ExtractionJob:
     )  # by tap
     splices: tuple[Splice, ...] = ()  # changes inside the model, in order
     compares: bool = False  # whether an engine's log-probabilities are compared with the model's
+    objective: Objective | None = None  # what gradients are of, if they are tapped
 
     @property
     def units(self) -> UnitColumns:
@@ -75,7 +77,8 @@ class ExtractionJob:
     @property
     def reached(self) -> tuple[Tap, ...]:
         """The taps that say how far the model runs: also to compare log-probabilities."""
-        return (*self.computed, Tap("logprob")) if self.compares else self.computed
+        compared = (Tap("logprob"),) if self.compares else ()
+        return (*self.computed, *compared, *(self.objective.aims if self.objective else ()))
 
     @property
     def layers(self) -> int:

@@ -13,6 +13,7 @@ from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import Pass, pass_name, readable_passes, recipe_of_pass
 from spile.dataset.records.table import Table
 from spile.models.files.checkpoint import open_checkpoint
+from spile.models.objectives import objective_of
 from spile.models.taps import parse_taps, tops_of
 from spile.plan.encoders import each_source, find_encoders, gain_before, stored_taps
 from spile.plan.resolve import completed_recipe, pinned_recipe, refuse_ingested
@@ -39,7 +40,7 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
             "--add-taps adds taps, --more and --add-corpus add documents; use one, then the other"
         )
     # Options that are not given come from the dataset, except those that belong to taps.
-    none = dict.fromkeys(("encode_source", "latents", *TOPS))
+    none = dict.fromkeys(("encode_source", "latents", "objective", *TOPS))
     stored = dataclasses.replace(table.recipe, encode={}, **none)
     added = dataclasses.replace(recipe, taps=recipe.add_taps, add_taps=None)
     asked = pinned_recipe(completed_recipe(added, stored))
@@ -59,6 +60,8 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
             )
     taps = taps_of(asked, checkpoint.arch)
     encoders = find_encoders(asked, taps, checkpoint.arch, partial(gain_before, checkpoint))
+    compute_dtype = asked.compute_dtype or table.recipe.compute_dtype
+    objective = objective_of(asked.objective, taps, compute_dtype)
     settled = dataclasses.replace(
         table.recipe,
         model_source=lasting(asked.model),
@@ -68,7 +71,8 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
         encode={tap: encoder.sae.identity() for tap, encoder in encoders.items()},
         latents=asked.latents,
         **(dict.fromkeys(TOPS) | tops_of(taps, checkpoint.arch, table.recipe.seq_len)),
-        compute_dtype=asked.compute_dtype or table.recipe.compute_dtype,
+        objective=objective and objective.identity,
+        compute_dtype=compute_dtype,
         store_dtype=asked.store_dtype or table.recipe.store_dtype,
     )
     planned = dataclasses.replace(

@@ -46,8 +46,10 @@ from spile.dataset.format import TapInfo
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.table import Table, read_tokenizer
 from spile.dataset.records.unit_table import UnitColumns
+from spile.models.config.kernel_choice import no_gradient
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.encoders.sae import SparseEncoder
+from spile.models.objectives import objective_of
 from spile.models.taps import Tap, tops_of
 from spile.objects import exists, open_objects
 from spile.objects.hub.names import continued, newest, pinned
@@ -152,6 +154,12 @@ def resolve(
         if recipe.splice and splices
         else None,
     )
+    objective = objective_of(recipe.objective, taps, compute)
+    if objective and (why := no_gradient(platform, checkpoint.arch, compute)):
+        raise ConfigError(f"--taps: {why}")
+    if objective and reduces(resolved.pool) == JACOBIAN:
+        raise ConfigError("--reduce jacobian: a gradient has none here; tap the sites themselves")
+    resolved = dataclasses.replace(resolved, objective=objective and objective.identity)
     refuse_pool(resolved, taps, checkpoint.arch, encoders, reading)
     tokenizer = open_tokenizer(checkpoint, resolved)
     reading = reading or read_ids(resolved, tokenizer, checkpoint.arch.vocab_size)
@@ -183,6 +191,7 @@ def resolve(
     return ExtractionJob(
         table.recipe, table, checkpoint, tokenizer, files, taps, reading, encoders, splices,
         compares=table.recipe.compares and ledger.of_pass is None,
+        objective=objective,
     )  # fmt: skip
 
 
@@ -327,7 +336,7 @@ def _alike(recipe: Recipe, like: ResolvedRecipe) -> Recipe:
     if recipe.taps is not None and recipe.encode is None:
         like = dataclasses.replace(like, encode_source=None, latents=None)
     if recipe.taps is not None:
-        like = dataclasses.replace(like, **dict.fromkeys(TOPS))
+        like = dataclasses.replace(like, **dict.fromkeys((*TOPS, "objective")))
     return dataclasses.replace(completed_recipe(recipe, like), **given)
 
 
@@ -602,7 +611,7 @@ def _warn_of_no_choice(resolved: ResolvedRecipe, index: np.ndarray) -> None:
 def _refuse_drift(
     ledger: Ledger, stored: Table, now: ResolvedRecipe, files: list[CorpusFile]
 ) -> None:
-    later = ("pool", "roles_column", "logprobs_column", *TOPS)
+    later = ("pool", "roles_column", "logprobs_column", "objective", *TOPS)
     unsaid: dict[str, Any] = {"splice": [], **dict.fromkeys(later)}
     old, new = unsaid | stored.whole_recipe.identity(), unsaid | now.identity()
     differences: dict[str, tuple[object, object]] = {}

@@ -6,7 +6,7 @@ nothing inside a kernel. Rows are assumed to be full, each with a single documen
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from spile.core.config import activation_dtype
@@ -25,6 +25,7 @@ from spile.models.config.specs import (
 )
 from spile.models.files.encoders.sae import AT_ONCE, SparseEncoder
 from spile.models.layout import Cuts
+from spile.models.objectives import Objective
 from spile.models.sites import AFTER_BLOCKS, ALL_MIXERS
 from spile.models.splices import Splice
 from spile.models.taps import Tap
@@ -64,15 +65,17 @@ def cpu_unit_tokens(arch: Arch, taps: tuple[Tap, ...], seq_len: int) -> int:
     The rate is nominal, not measured: a recipe must give the same units on every machine.
     """
     experts = arch.experts
-    depth = max(tap.layers_needed(arch) for tap in taps)
+    backward = any(tap.kind.of for tap in taps)
+    depth = arch.num_layers if backward else max(tap.layers_needed(arch) for tap in taps)
     flops = 2 * sum(
         math.prod(spec.shape[-2:]) * (experts.chosen if experts and "experts" in spec.axes else 1)
         for layer in arch.layers[:depth]
         for spec in block_specs(arch, layer)
         if spec.name.startswith("w")
     )
-    if any(tap.kind.head for tap in taps):
+    if backward or any(tap.kind.head for tap in taps):
         flops += 2 * arch.vocab_size * arch.width
+    flops *= 3 if backward else 1
     tokens = int(_UNIT_SECONDS * _NOMINAL_CPU / max(1, flops))
     return max(seq_len, min(_MOST_CPU_TOKENS, tokens // 1000 * 1000))
 
@@ -99,15 +102,22 @@ class Workload:
     slots: int = 0  # then the places for them in each packed row
     labels: int = 0  # and the labels of a unit, if covariances are summed
     other: Tap | None = None  # that stands beside each tap in a covariance; or of a Jacobian
+    objective: Objective | None = None  # what gradients are of, if some are tapped
+    remat: bool = True  # then whether blocks are computed again, and keep nothing for it
 
     @property
     def depth(self) -> int:
         others = () if self.other is None else (self.other,)
-        return max(tap.layers_needed(self.arch) for tap in (*self.taps, *others))
+        return max(tap.layers_needed(self.arch) for tap in (*self.taps, *others, *self.aims))
 
     @property
     def head(self) -> bool:
-        return any(tap.site in AFTER_BLOCKS for tap in self.taps)
+        return any(tap.site in AFTER_BLOCKS for tap in (*self.taps, *self.aims))
+
+    @property
+    def aims(self) -> tuple[Tap, ...]:
+        """The taps that the objective reads."""
+        return self.objective.aims if self.objective else ()
 
     @property
     def tokens(self) -> int:
@@ -276,9 +286,33 @@ class Workload:
         )
         return held + 2 * block
 
+    @cached_property
+    def kept_for_backward(self) -> int:
+        """Approximate bytes that the forward pass keeps for the backward pass.
+
+        Each block's stream, and what its products and norms read: of every block, or of one at a
+        time if blocks are computed again. And the gradient of the stream, and the head's.
+        """
+        if not self.objective:
+            return 0
+        arch = self.arch
+        blocks: list[int] = []
+        for layer in arch.layers[: self.depth]:
+            own = arch.of(layer)
+            inner = max(own.dense_width, own.mlp_width)
+            if arch.experts:
+                inner = max(own.dense_width, arch.mlp_width * arch.experts.chosen)
+            heads = 4 * own.num_heads * own.head_dim // self._ways("heads")
+            values = (
+                8 * arch.width + heads + 4 * inner // max(self._ways("mlp"), self._ways("experts"))
+            )
+            blocks.append(values * self.item)
+        inside = max(blocks, default=0) if self.remat else sum(blocks)
+        return self._own * (inside + (self.depth + 4) * self.passing)
+
     @property
     def device_bytes(self) -> int:
-        return self.weights + self.taps_bytes + self.temporaries
+        return self.weights + self.taps_bytes + self.temporaries + self.kept_for_backward
 
     @cached_property
     def flops(self) -> int:
@@ -298,9 +332,12 @@ class Workload:
             dims = own.head_dim * ("scores" in runs) + own.value_dim * ("mixing" in runs)
             each = 2 * self.arch.num_heads * dims * self._keys(layer)
             total += int(each) // self._ways("heads")
+        if self.objective:  # with respect to values alone, never to weights
+            total *= 3 if self.remat else 2
         total += 2 * self.seq_len * sum(heads * dim for heads, dim in self._looks)
-        if any(tap.kind.head for tap in self.taps):
-            total += 2 * self.arch.vocab_size * self.arch.width // self._ways("vocab")
+        head = 2 * self.arch.vocab_size * self.arch.width // self._ways("vocab")
+        total += head * any(tap.kind.head for tap in self.taps)
+        total += 2 * head * any(aim.kind.head for aim in self.aims)
         if self.arch.layer_embed and self.depth:
             total += 2 * self.arch.num_layers * self.arch.layer_embed * self.arch.width
         total += sum(splice.flops for splice in self.splices)
@@ -351,6 +388,9 @@ class Workload:
         values += sum(2 * splice.tap.width(arch, self.seq_len) for splice in self.splices)
         # Tapped values are written, read for their statistics, and moved.
         moved = values * self._own * self.item
+        if self.objective:
+            runs = 3 if self.remat else 2
+            moved, passes = runs * moved + 2 * self.kept_for_backward, runs * passes
         return passes * weights + moved + 3 * self.taps_bytes
 
     def _blocks(self) -> Iterator[tuple[Layer, frozenset[str]]]:
@@ -465,6 +505,15 @@ class Workload:
         stored = tap.dtype(dtype)
         scale = _SCALE if stored == "float8_e4m3" else 0
         return tap.width(self.arch, self.seq_len) * DTYPES_BY_NAME[stored].itemsize + scale
+
+
+def recomputes(work: Workload, memory: int | None) -> bool:
+    """Whether a backward pass computes blocks again: unless a device has room for what they need.
+
+    (A CPU's memory is the host's, which has other uses.)
+    """
+    keeps = replace(work, remat=False)
+    return memory is None or keeps.device_bytes > MEMORY_SHARE * memory
 
 
 @dataclass(frozen=True)

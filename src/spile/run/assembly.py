@@ -88,8 +88,10 @@ class Assembly:
 
     def load(self) -> Step:
         """Begin to load the model; return the step that runs it."""
-        residency = self.cost.residency
-        loader = StepLoader(self.context, self.job, self.device, self.cuts, residency)
+        cost = self.cost
+        loader = StepLoader(
+            self.context, self.job, self.device, self.cuts, cost.residency, cost.recomputes
+        )
         return loader.step(self.batches)
 
     def worker(

@@ -29,6 +29,8 @@ RECURRENCES = {
     FUSED: "Triton kernels that keep states in registers, for Hopper GPUs",
     CHUNKS: "chunks of plain products in float32, anywhere",
 }
+# Kernels that are never used where gradients are tapped.
+NO_BACKWARD = dict.fromkeys(("mosaic", "triton", "wide", "splash"), "has no backward pass")
 _TILES = (16, 32, 64, 128)  # sizes of a head's state
 _MOST_HEAD_DIM = 256
 _WIDE_HEAD_DIM = 512

@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from spile.models.config.arch import Layer
 from spile.models.forward.decoder import Beside, Decoder, Inputs, SiteValues
 from spile.models.forward.ops import Hidden
 from spile.models.forward.weights import LayerSchedule, Params, WeightArrays
+from spile.models.objectives import Objective
 
 # Cotangents of the aims [rows, seq, ...] -> gradients of the sites [rows x kept, ...], by tap.
 Pullback = Callable[[SiteValues], SiteValues]
@@ -54,6 +56,17 @@ def linearized(
         return decoder.gradients(found, inputs, schedule)
 
     return values, aims, pullback
+
+
+def cotangents_of(objective: Objective, aims: SiteValues) -> SiteValues:
+    """Return the derivatives of an objective with respect to the values that it reads."""
+
+    def total(aims: SiteValues) -> Array:
+        return sum(
+            (value.astype(jnp.float32).sum() for value in aims.values()), jnp.zeros((), jnp.float32)
+        )
+
+    return jax.grad(total)(aims)
 
 
 class Cotangents(NamedTuple):

@@ -58,6 +58,7 @@ class StepLoader:
     device: Any
     cuts: Cuts
     residency: Residency  # where blocks are kept
+    recomputes: bool | None = None  # whether blocks are computed again for gradients
 
     def step(self, batches: Callable[[PackedUnit], Iterator[Batch]]) -> ResidentStep | Sweep:
         """Return the step; `batches` cuts a packed unit into steps.
@@ -215,13 +216,16 @@ class StepLoader:
             spliced=tuple(changes),
             pool=reduces(recipe.pool),
             compares=job.compares,
+            objective=job.objective,
+            remat=bool(self.recomputes),
         )
         return settings, Extras({}, encoders, tuple(changes.values())), hashes | digests
 
     @property
     def _swept(self) -> bool:
         # (Values of two blocks meet in one program, which a sweep does not have.)
-        return self.residency.streams or (self.device.platform == "cpu" and not self.job.beside)
+        whole = self.job.beside or self.job.objective
+        return self.residency.streams or (self.device.platform == "cpu" and not whole)
 
     @cached_property
     def _shards(self) -> Shards | None:

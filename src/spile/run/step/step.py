@@ -35,12 +35,13 @@ from spile.models.config.arch import Arch, Layer
 from spile.models.files.encoders.sae import SparseEncoder
 from spile.models.forward.attention import narrowed
 from spile.models.forward.decoder import AFTER, BEFORE, GAPS, Beside, Decoder, Inputs
-from spile.models.forward.gradient import linearized
+from spile.models.forward.gradient import cotangents_of, linearized
 from spile.models.forward.jacobian import jacobian_sums, prompts_of
 from spile.models.forward.kernels.attention import chosen_kernels, for_platform
 from spile.models.forward.pooling import Pooling
 from spile.models.forward.sharding import PINNED, Shards, local_runs, put
 from spile.models.forward.weights import LayerSchedule, Params, WeightArrays
+from spile.models.objectives import Objective
 from spile.models.taps import Tap
 from spile.run.step.stored import PRODUCTS, Extras, Reduced, StoredForm, joined, packing
 
@@ -400,6 +401,13 @@ class StepSettings:
     pool: str | None = None  # how, if the values of spans are reduced: `core.pool.reduces`
     beside: Tap | None = None  # one of the taps, whose values stand beside those of each other
     compares: bool = False  # whether an engine's log-probabilities are compared
+    objective: Objective | None = None  # what gradients among the taps are of
+    remat: bool = True  # blocks are computed again for them, instead of keeping what they need
+
+    @property
+    def _backward(self) -> bool:
+        """Whether the step has a backward pass."""
+        return self.objective is not None or self.pool == JACOBIAN
 
     @property
     def gathers(self) -> bool:
@@ -427,11 +435,23 @@ class StepSettings:
         with self._precision():
             splice = dict(zip(self.spliced, changes, strict=True))
             attention = self._attention(inputs, contexts)
+            plain = tuple(tap for tap in self.taps if not tap.kind.of)
             decoder = Decoder(
-                self.arch, self.taps, self._carried, attention, self.place.shards, splice,
+                self.arch, plain, self._carried, attention, self.place.shards, splice,
                 pool=self._pooled_in_decoder,
             )  # fmt: skip
-            return decoder.forward(params, inputs, self.schedule)
+            if self.objective is None:
+                return decoder.forward(params, inputs, self.schedule)
+            gradients = {tap: tap.source for tap in self.taps if tap.kind.of}
+            decoder = replace(
+                decoder,
+                sites=tuple(gradients.values()),
+                aims=self.objective.aims,
+                remat=self.remat,
+            )
+            values, aims, pullback = linearized(decoder, params, inputs, self.schedule)
+            found = pullback(cotangents_of(self.objective, aims))
+            return values | {tap.name: found[source.name] for tap, source in gradients.items()}
 
     def stage_values(
         self,
@@ -528,6 +548,7 @@ class StepSettings:
             self._attended,
             batch.tokens.shape[1],
             self.attention,
+            backward=self._backward,
         )
         counted = any(choice.name == "cudnn" for choice in choices.values())
         return batch.contexts if counted else 0
@@ -562,6 +583,7 @@ class StepSettings:
             seq_len=inputs[0].shape[1],
             contexts=contexts,
             wanted=self.attention,
+            backward=self._backward,
         )
         return (
             partial(narrowed, attention=attention) if self._attended != self.computed else attention

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from spile.models.config.arch import Arch
 from spile.models.config.kernel_choice import (
+    NO_BACKWARD,
     KernelChoice,
     attention_kernels,
     told_kernels,
@@ -60,14 +61,16 @@ def for_platform(
     seq_len: int,
     contexts: int,
     wanted: str = "auto",
+    backward: bool = False,
 ) -> Attention:
     """Choose the implementation for the platform of the step.
 
     Args:
         contexts: the most contexts in a row, for kernels that need a fixed number.
         wanted: the kernel to use (one of `kernel_choice.KERNELS`), or auto.
+        backward: whether it needs a backward pass.
     """
-    choices = chosen_kernels(platform, arch, dtype, seq_len, wanted)
+    choices = chosen_kernels(platform, arch, dtype, seq_len, wanted, backward=backward)
     _tell(platform, choices)
     values = {arch.of(layer).head_dim: arch.of(layer).value_dim for layer in arch.layers}
     cuts = max(seq_len // (layer.chunk or seq_len + 1) for layer in arch.layers)
@@ -114,10 +117,17 @@ def widened(segments: Places, positions: Places, *, kernel: Attention) -> Attend
 
 
 def chosen_kernels(
-    platform: str, arch: Arch, dtype: str, seq_len: int, wanted: str = "auto"
+    platform: str,
+    arch: Arch,
+    dtype: str,
+    seq_len: int,
+    wanted: str = "auto",
+    *,
+    backward: bool = False,
 ) -> dict[int, KernelChoice]:
     """Return the kernels that `for_platform` takes, by head width."""
-    missing = missing_kernels() if platform == "gpu" else {}
+    missing = dict(missing_kernels() if platform == "gpu" else {})
+    missing |= NO_BACKWARD if backward else {}
     return attention_kernels(platform, arch, dtype, seq_len, missing=missing, wanted=wanted)
 
 

@@ -1,0 +1,126 @@
+"""`--taps SITE_grad`: the gradient of an objective at every token, stored like any tap."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import spile
+from chaos.harness import check_sound
+from spile.check.compare import check
+from spile.check.hf_gradients import gradients, logprob
+from spile.check.reference import Reference
+from spile.core.config import Recipe
+from spile.core.errors import ConfigError
+
+TOLERANCE = 2e-5  # of the tap's largest value
+TAPS = "resid_post_grad:all,resid_pre_grad:0,z_grad:1.h1+h2,embed_grad,mlp_out_grad:0,logprob"
+SEQ = 32
+
+
+@pytest.fixture(scope="module")
+def recipe(model: Path, corpus: Path) -> Recipe:
+    """Most documents are longer than a context."""
+    return Recipe(
+        model=str(model), corpus=str(corpus), taps=TAPS, seq_len=SEQ, unit_tokens=700, max_docs=12,
+        compute_dtype="float32", store_dtype="float32",
+    )  # fmt: skip
+
+
+def made(recipe: Recipe, out: Path, **options: Any) -> spile.Dataset:
+    spile.extract(dataclasses.replace(recipe, **options), str(out))
+    return spile.open(str(out))
+
+
+def of_hf(model: Path, context: np.ndarray) -> dict[str, np.ndarray]:
+    reference = Reference(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+    ids = torch.tensor(context.astype(np.int64))
+    found = gradients(reference.model, reference.points, ids, logprob)
+    return {
+        "resid_post_grad.0": found["resid_post.0"],
+        "resid_post_grad.1": found["resid_post.1"],
+        "resid_pre_grad.0": found["resid_pre.0"],
+        "z_grad.1.h1.h2": found["z.1"][:, 1:3],
+        "embed_grad": found["embed"],
+        "mlp_out_grad.0": found["mlp_out.0"],
+    }
+
+
+@pytest.fixture(scope="module")
+def dataset(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> spile.Dataset:
+    return made(recipe, tmp_path_factory.mktemp("gradients") / "out")
+
+
+def test_each_context_has_the_gradients_of_hf(
+    dataset: spile.Dataset, recipe: Recipe, model: Path
+) -> None:
+    """A context's gradients depend on its own tokens alone, wherever it is packed."""
+    check_sound(Path(dataset.url))
+    compared = 0
+    for doc in (0, 5):
+        document = dataset.document(doc)
+        offsets = document.index["offset"]
+        for start in range(0, int(offsets.max()) + 1, SEQ)[:2]:
+            own = (offsets >= start) & (offsets < start + SEQ)
+            truth = of_hf(model, document.index["token_id"][own])
+            for tap, wanted in truth.items():
+                found = document.read(tap)[own]
+                assert found.shape == wanted.shape
+                assert np.abs(found - wanted).max() < TOLERANCE * np.abs(wanted).max(), tap
+                compared += 1
+    assert compared >= 3 * len(truth)
+    checked = check(dataset.url, samples=2)
+    assert checked.ok and {*truth} < {*checked.taps}
+
+
+def test_a_filter_and_pooling_apply_to_gradients_as_to_values(
+    dataset: spile.Dataset, recipe: Recipe, tmp_path: Path
+) -> None:
+    """The objective still counts every token."""
+    some = made(recipe, tmp_path / "some", taps="resid_post_grad:0", where="pos >= 3", every=2)
+    mean = made(recipe, tmp_path / "mean", taps="resid_post_grad:0", pool="mean")
+    whole = dataset.read("resid_post_grad.0")
+    index, kept = dataset.index(0, len(dataset)), some.index(0, len(some))
+    rows = {key: row for row, key in enumerate(zip(index["doc"], index["offset"], strict=True))}
+    places = [rows[key] for key in zip(kept["doc"], kept["offset"], strict=True)]
+    assert 0 < len(places) < len(rows)
+    np.testing.assert_allclose(some.read("resid_post_grad.0"), whole[places], atol=1e-6)
+    for row, doc in enumerate(mean.index(0, len(mean))["doc"][:5]):
+        wanted = whole[index["doc"] == doc].mean(axis=0)
+        np.testing.assert_allclose(mean.read("resid_post_grad.0")[row], wanted, atol=1e-6)
+
+
+def test_gradients_are_added_to_a_dataset_and_resumed(
+    dataset: spile.Dataset, recipe: Recipe, tmp_path: Path
+) -> None:
+    ds = made(recipe, tmp_path / "out", taps="resid_post:0")
+    spile.extract(Recipe(add_taps="resid_post_grad:0"), ds.url)
+    ds = spile.open(ds.url)
+    assert [*ds.taps] == ["resid_post.0", "resid_post_grad.0"]
+    np.testing.assert_allclose(
+        ds.read("resid_post_grad.0"), dataset.read("resid_post_grad.0"), atol=1e-6
+    )
+    spile.extract(Recipe(objective="logprob"), dataset.url)  # nothing is left to do
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"objective": "logprob", "taps": "resid_post:0"}, "no tap holds a gradient"),
+        ({"objective": "loss"}, "--objective loss"),
+        ({"taps": "logprob_grad"}, "gradients are those of"),
+        ({"compute_dtype": "float16"}, "computed in bfloat16 or float32, not float16"),
+        ({"weights": "disk"}, "need every block on the device"),
+    ],
+)
+def test_what_has_no_gradient_is_refused(
+    options: dict[str, Any], told: str, recipe: Recipe, tmp_path: Path
+) -> None:
+    runtime = {"weights": options.pop("weights")} if "weights" in options else {}
+    with pytest.raises(ConfigError, match=told):
+        asked = dataclasses.replace(recipe, **options)
+        spile.extract(asked, str(tmp_path / "out"), spile.Runtime(**runtime))
