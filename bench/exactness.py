@@ -40,7 +40,7 @@ from spile.check.reference import Reference
 from spile.corpus.tokenize import TextTokenizer
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.demo import demo_model
-from spile.models.forward import attention, decoder, kernels, ops
+from spile.models.forward import attention, block, decoder, kernels, ops
 from spile.models.taps import all_taps
 from support import families, tiny
 
@@ -196,10 +196,10 @@ def _attention(segments: Any, positions: Any) -> Any:
 
 OPERATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "product": (ops, "product", _product),
-    "norm": (decoder, "norm", _norm),
+    "norm": (block, "norm", _norm),
     "angles": (decoder, "rotary_angles", _angles),
-    "rotate": (decoder, "rotate", _rotate),
-    "activate": (decoder, "activate", _activate),
+    "rotate": (block, "rotate", _rotate),
+    "activate": (block, "activate", _activate),
     "attend": (kernels, "blocked", _attention),
 }
 

@@ -39,7 +39,7 @@ from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.encoders import EncoderLayout, open_sae
 from spile.models.files.encoders.sae import Sae
 from spile.models.files.encoders.tensors import load_arrays
-from spile.models.forward import decoder
+from spile.models.forward import block, decoder
 from spile.models.forward.attention import masked
 from spile.models.forward.weights import LayerSchedule, load_params
 from spile.models.sites import SITES, Site
@@ -142,13 +142,13 @@ def test_a_corpus_format_is_a_class_and_a_row(
 def test_a_site_is_a_row_and_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = Site("mlp_size", "length of what the down projection reads", (), requires=("mlp",))
     monkeypatch.setitem(SITES, row.name, row)
-    mlp = decoder._mlp
+    mlp = block._mlp
 
     def measured(*given: Any) -> Any:
         out, values = mlp(*given)
         return out, values | {"mlp_size": jnp.linalg.norm(values["mlp_hidden"], axis=-1)}
 
-    monkeypatch.setattr(decoder, "_mlp", measured)
+    monkeypatch.setattr(block, "_mlp", measured)
     checkpoint = open_checkpoint(str(tiny.write_model(tmp_path / "model")))
     taps = parse_taps("mlp_hidden:1,mlp_size:all", checkpoint.arch)
     assert Tap("mlp_size", 1) in taps

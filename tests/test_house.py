@@ -61,6 +61,9 @@ EXEMPT = {
         )
     },
     "models/files/encoders/settings.py": "models/files/encoders/test_saelens.py",
+    "models/forward/block.py": "models/forward/test_decoder.py",
+    "models/forward/ends.py": "models/forward/test_decoder.py",
+    "models/forward/forward_pass.py": "models/forward/test_decoder.py",
     "models/forward/mixers/short_convolution.py": "models/forward/mixers/test_state_space.py",
     "models/forward/sharding.py": "mesh/test_sharding.py",
     "objects/hub/datasets_library.py": "corpus/formats/test_datasets_library.py",

@@ -28,7 +28,7 @@ from spile.dataset.records.ledger import Ledger
 from spile.models.config.rope import Rope
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.lora import Adapter
-from spile.models.forward import decoder
+from spile.models.forward import block, decoder, forward_pass
 from spile.models.taps import Tap, all_taps
 from spile.objects import LocalObjects
 from spile.plan.resolve import resolve, store_table
@@ -584,13 +584,13 @@ AFTER = {"resid_pre.1", "resid_post.1"}
 
 
 def scale_norms(patch: pytest.MonkeyPatch, factor: float = 1.01) -> set[str]:
-    real = decoder.norm
+    real = block.norm
 
     def scaled(*given: Any, **named: Any) -> Any:
         x = real(*given, **named)
         return x * np.asarray(factor, x.dtype)
 
-    patch.setattr(decoder, "norm", scaled)
+    patch.setattr(block, "norm", scaled)
     return {"attn_in.0", "q_rot.0", "v.0", *AFTER}
 
 
@@ -608,7 +608,8 @@ def miscount_layers(patch: pytest.MonkeyPatch) -> set[str]:
     def computed_as(tap: Tap) -> Tap:
         return Tap("resid_post", tap.layer) if tap.site == "resid_pre" else tap
 
-    patch.setattr(decoder, "computed_as", computed_as)
+    for module in (decoder, forward_pass):
+        patch.setattr(module, "computed_as", computed_as)
     return {"resid_pre.1"}
 
 

@@ -199,6 +199,28 @@ def test_turns_and_roles_have_their_own_tokens(
     check_sound(tmp_path / "out")
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("options", [
+    {"pool": "mean:turn"}, {"pool": "max:assistant"}, {"reduce": "mean,cov", "by": "role"},
+])  # fmt: skip
+def test_what_speakers_say_is_hfs_pooled_in_float64(
+    options: dict[str, str], chats: tuple[Recipe, spile.Dataset], tmp_path: Path
+) -> None:
+    recipe, tokens = chats
+    ds = made(recipe, tmp_path / "out", **options)
+    checked = check(ds.url, samples=4)
+    assert checked.ok and checked.taps["resid_post.1"].error < 2e-5
+    if "reduce" in options:
+        found, flags = ds.reduced("resid_post.1"), tokens.index(0, len(tokens))["flags"]
+        assert found.labels == ("assistant", "user") and found.covariances is not None
+        rows = tokens.read("resid_post.1").astype(np.float64)
+        for place, label in enumerate(found.labels):
+            own = rows[flags & ROLES[label] != 0]
+            assert found.counts[place] == len(own)
+            assert_close(found.means[place][None], own.mean(axis=0)[None])
+            assert_close(found.covariances[place], np.cov(own.T, bias=True))
+
+
 @pytest.mark.parametrize("kind", some(["jsonl", "parquet"], "parquet"))
 def test_a_column_gives_spans_of_characters(
     kind: str, recipe: Recipe, tokens: spile.Dataset, tmp_path: Path

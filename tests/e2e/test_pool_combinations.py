@@ -193,16 +193,20 @@ def test_a_value_that_is_not_finite_ends_the_run_and_its_token_is_named(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("pack", ["ffd", "none"])
+@pytest.mark.parametrize(("pack", "chosen"), [
+    ("ffd", {"pool": "mean"}), ("none", {"pool": "mean"}), ("ffd", {"reduce": "mean,var"}),
+    ("none", {"reduce": "mean,cov"}),
+])  # fmt: skip
 @pytest.mark.parametrize("family", ["gpt2", "gemma2-gqa", "mixtral-gqa", "mamba2"])
-def test_pooled_rows_of_a_family_are_those_of_hf_pooled_in_float64(
-    family: str, pack: str, corpus: Path, tmp_path: Path
+def test_rows_and_sums_of_a_family_are_those_of_hf_pooled_in_float64(
+    family: str, pack: str, chosen: dict[str, str], corpus: Path, tmp_path: Path
 ) -> None:
+    """Most documents are cut into contexts."""
     families.save(families.randomised(families.FAMILIES[family]), tmp_path / "model")
     tiny.write_tokenizer(tmp_path / "model")
     recipe = Recipe(
         model=str(tmp_path / "model"), corpus=str(corpus), taps="resid_post:all,logprob",
-        seq_len=32, compute_dtype="float32", pool="mean", pack=pack, max_docs=12,
+        seq_len=32, compute_dtype="float32", pack=pack, max_docs=12, unit_tokens=400, **chosen,
     )  # fmt: skip
     spile.extract(recipe, str(tmp_path / "out"))
     checked = check(str(tmp_path / "out"), samples=2)

@@ -18,6 +18,7 @@ from spile.dataset.maintain.compact import compact
 from spile.dataset.maintain.replica import replicate
 from spile.dataset.maintain.shuffle import shuffle
 from spile.objects import LocalObjects
+from support import saes
 from support.marks import some
 
 TAPS = "embed,resid_post:all,z:1.h1,logprob"
@@ -271,6 +272,39 @@ def test_sums_are_copied_merged_shuffled_dropped_and_made_beside_tokens(
     )
     beside = spile.open(str(tmp_path / "beside"))
     assert_close(beside.reduced("resid_post.0").means, whole.reduced("resid_post.0").means)
+
+
+@pytest.mark.full
+def test_a_splice_changes_what_is_reduced(recipe: Recipe, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"taps": "resid_post:2", "splice": "zero:mlp_out.1", "max_docs": 20}
+    rows = made(recipe, tmp_path / "tokens", **given).read("resid_post.2").astype(np.float64)
+    ds = made(recipe, tmp_path / "out", reduce="moments", where="pos >= 1", **given)
+    kept = spile.open(str(tmp_path / "tokens")).index(0, len(rows))["pos"] > 0
+    found = ds.reduced("resid_post.2")
+    assert_close(found.means[0], rows[kept].mean(axis=0))
+    assert_close(found.second_moments[0], rows[kept].T @ rows[kept] / kept.sum())
+    assert check(ds.url, samples=2).ok
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("weights", ["resident", "host", "disk"])
+def test_sums_are_the_same_wherever_the_weights_are(
+    weights: str, recipe: Recipe, tokens: spile.Dataset, tmp_path: Path
+) -> None:
+    changed = dataclasses.replace(recipe, taps="resid_post:1", reduce="mean,cov", by="label")
+    spile.extract(changed, str(tmp_path / "out"), Runtime(batch_tokens=128, weights=weights))
+    found = spile.open(str(tmp_path / "out")).reduced("resid_post.1")
+    said = np.array(labels_of(tokens, "label"), object)
+    assert found.covariances is not None
+    for place, label in enumerate(found.labels):
+        own = tokens.read("resid_post.1")[said == label].astype(np.float64)
+        assert_close(found.covariances[place], np.cov(own.T, bias=True))
+
+
+def test_latents_are_not_reduced(recipe: Recipe, tmp_path: Path) -> None:
+    sae = saes.write_sae(tmp_path / "sae", width=32, latents=64)
+    with pytest.raises(spile.ConfigError, match="latents are not reduced by label; leave out --en"):
+        made(recipe, tmp_path / "out", taps="resid_post:1", reduce="mean", encode=str(sae))
 
 
 @pytest.mark.parametrize(("options", "named"), [

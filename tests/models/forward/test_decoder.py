@@ -24,7 +24,7 @@ from spile.models.config.family import Family
 from spile.models.config.hf_config import read_config
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.demo import demo_model
-from spile.models.forward import decoder
+from spile.models.forward import ends
 from spile.models.forward.attention import Attention, blocked, masked, narrowed
 from spile.models.forward.decoder import Decoder, Inputs, needs_whole_block
 from spile.models.forward.kernels.attention import for_platform
@@ -594,7 +594,7 @@ def test_the_head_may_run_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     columns = np.tile(np.arange(3, 40, dtype=np.int32), (ROWS, 1))
     whole, chosen = run(checkpoint, HEAD), run(checkpoint, HEAD, columns=columns)
     for room in (10, 1):  # tokens of each row; 64 is no multiple of 10
-        monkeypatch.setattr(decoder, "_HEAD_VALUES", room * ROWS * tiny.VOCAB)
+        monkeypatch.setattr(ends, "_HEAD_VALUES", room * ROWS * tiny.VOCAB)
         for tap, values in run(checkpoint, HEAD).items():
             assert error(values, whole[tap]) <= 2e-6, (room, tap)
         for tap, values in run(checkpoint, HEAD, columns=columns).items():
@@ -614,7 +614,7 @@ def test_logits_are_never_held_whole_where_they_are_too_large(
         return str(jax.make_jaxpr(partial(step, params))(Inputs(*map(jnp.asarray, BATCH))))
 
     assert f"f32[{ROWS},{SEQ},{tiny.VOCAB}]" in shapes()
-    monkeypatch.setattr(decoder, "_HEAD_VALUES", 8 * ROWS * tiny.VOCAB)
+    monkeypatch.setattr(ends, "_HEAD_VALUES", 8 * ROWS * tiny.VOCAB)
     text = shapes()
     assert f"f32[{ROWS},{SEQ},{tiny.VOCAB}]" not in text
     assert f"f32[{ROWS},8,{tiny.VOCAB}]" in text
