@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spile.features.run import FeatureRequest, make_features
 from support import tiny, web_page
 
 pytest.importorskip("playwright", reason="the page is driven by playwright, which is not installed")
@@ -523,3 +524,39 @@ def _wait_for(path: Path, process: Any) -> None:
             process.wait(0.1)
         except Exception:  # it goes on
             continue
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[web_page.Served]:
+    """Features of two encoders of the same rows."""
+    out = tmp_path_factory.mktemp("counted") / "out"
+    built = web_page.build_two_encoders(out, model, web_page.texts())
+    for tap in ("resid_post.0", "resid_post.1"):
+        make_features(str(built.path), FeatureRequest(tap=tap, logits=0, examples=4))
+    with web_page.served(built.path) as found:
+        web_page.read_all(found)
+        yield found
+
+
+def test_features_are_shown_searched_and_compared(seen: Seen, counted: web_page.Served) -> None:
+    page = seen.open(counted.url)
+    page.keyboard.press("0")
+    expect(page).to_have_title("Features · Spile")
+    page.locator("aside select").first.select_option("resid_post.1-1")
+    page.get_by_role("button", name="Largest", exact=True).click()
+    picked = page.locator("table.pick tbody tr")
+    expect(picked.first.locator("button")).to_have_text(str(web_page.LOUD_LATENT))
+    expect(page.get_by_label("Feature", exact=True)).to_have_value(str(web_page.LOUD_LATENT))
+    first = page.locator(".top li").first
+    expect(first.locator(".token[aria-current]")).to_have_text(web_page.LOUD_TOKEN)
+    expect(page.locator("article h3").first).to_have_text("Top rows")
+    expect(page.locator("article h3").nth(1)).to_contain_text("of active rows, drawn at random")
+    # From a feature to its neighbour, and by a search back to the one that knows a token.
+    page.locator("table.logits button").first.click()
+    expect(page.get_by_label("Feature", exact=True)).not_to_have_value(str(web_page.LOUD_LATENT))
+    page.get_by_label("Find features").fill(web_page.LOUD_TOKEN)
+    page.keyboard.press("Enter")
+    expect(page.get_by_label("Feature", exact=True)).to_have_value(str(web_page.LOUD_LATENT))
+    page.get_by_label("Compared with").select_option("resid_post.0-1")
+    expect(page.locator("aside .quiet").first).to_contain_text("of the active features have one of")
+    expect(picked.first.locator(".number").first).to_have_text("1")

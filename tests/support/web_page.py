@@ -241,6 +241,16 @@ def build_latents(path: Path, model: Path, documents: Sequence[str], **options: 
     return build_texts(path, model, documents, **{**encoded, **options})
 
 
+def build_two_encoders(path: Path, model: Path, documents: Sequence[str]) -> Built:
+    """Two encoded taps with the same latents, beside a dense tap."""
+    more = {
+        name.replace(".1", ".0"): info for name, info in LATENT_TAPS.items() if "latent" in name
+    }
+    encode = dict.fromkeys(("resid_post.0", "resid_post.1"), "topk 40")
+    taps = {**LATENT_TAPS, **more}
+    return build_latents(path, model, documents, taps=taps, encode=encode)
+
+
 def build_beside(path: Path, model: Path, documents: Sequence[str], **options: Any) -> Built:
     """The same with next tokens and keys."""
     return build_texts(

@@ -1,8 +1,7 @@
-"""Latents that are active in the same rows, on a sample of rows.
+"""The sample of rows from which neighbours follow.
 
 The rows with the smallest hashes are drawn, so samples of different units merge into the sample of
-all of them. Two latents are as near as the cosine of their activity: the number of drawn rows in
-which both are active, divided by the geometric mean of the numbers in which each is.
+all of them, and two encoders of one dataset have the same rows in theirs.
 """
 
 import numpy as np
@@ -10,9 +9,6 @@ import numpy as np
 from spile.core.errors import CorruptError
 from spile.dataset.codec.columns import Columns
 from spile.features.ranked import hashes
-
-_LEAST = 2  # rows in which both are active
-_PAIRS = 1 << 24  # counted at a time
 
 
 class RowSample:
@@ -65,46 +61,3 @@ class RowSample:
             "row": (self._place & 0xFFFFFFFF).astype(np.int32),
             "ids": self._ids,
         }
-
-
-def neighbours(ids: np.ndarray, latents: int, count: int) -> dict[str, np.ndarray]:
-    """Return the columns of the nearest latents of each: `ids`, −1 where there is none, `score`.
-
-    Args:
-        ids: [rows, width] of the drawn rows.
-    """
-    found = np.full((latents, count), -1, np.int32)
-    scores = np.zeros((latents, count), np.float32)
-    rows, places = np.nonzero(ids >= 0)
-    flat = ids[rows, places].astype(np.int64)
-    active = np.bincount(flat, minlength=latents)
-    order = np.argsort(flat, kind="stable")
-    by_latent = rows[order]  # the rows of each latent, one after the other
-    ends = np.cumsum(active)
-    per_row = np.bincount(rows, minlength=len(ids))
-    first_of_row = np.cumsum(per_row) - per_row
-    work = np.cumsum(active * max(1, ids.shape[1]))
-    low = 0
-    while low < latents and count:
-        high = int(np.searchsorted(work, (work[low - 1] if low else 0) + _PAIRS, side="right"))
-        high = min(latents, max(high, low + 1))
-        begin = int(ends[low - 1]) if low else 0
-        chosen = by_latent[begin : int(ends[high - 1])]
-        own = np.repeat(np.arange(low, high), active[low:high])
-        sizes = per_row[chosen]
-        starts = np.repeat(first_of_row[chosen] - (np.cumsum(sizes) - sizes), sizes)
-        other = flat[starts + np.arange(int(sizes.sum()))]
-        pairs, together = np.unique(np.repeat(own, sizes) * latents + other, return_counts=True)
-        a, b = np.divmod(pairs, latents)
-        kept = np.flatnonzero((a != b) & (together >= _LEAST))
-        a, b, together = a[kept], b[kept], together[kept]
-        near = together / np.sqrt(active[a].astype(np.float64) * active[b])
-        by_score = np.lexsort((b, -near, a))
-        a, b, near = a[by_score], b[by_score], near[by_score]
-        counts = np.bincount(a - low, minlength=high - low)
-        rank = np.arange(len(a)) - np.repeat(np.cumsum(counts) - counts, counts)
-        best = np.flatnonzero(rank < count)
-        found[a[best], rank[best]] = b[best]
-        scores[a[best], rank[best]] = near[best]
-        low = high
-    return {"ids": found, "score": scores}

@@ -6,10 +6,11 @@ import numpy as np
 
 from spile.core.threads import cancellation
 from spile.dataset import format as fmt
+from spile.dataset.codec.coactivation import nearest_latents
 from spile.dataset.codec.columns import ColumnFile, read_columns
 from spile.dataset.codec.features import LatentCounts
 from spile.dataset.records.features import FeatureFiles, FeatureSet, FeatureSpec
-from spile.features.neighbours import RowSample, neighbours
+from spile.features.neighbours import RowSample
 from spile.features.ranked import hashes
 from spile.features.source import ActiveRows, AlongDirections, StoredLatents
 from spile.features.tally import Tally
@@ -75,7 +76,8 @@ def summarize(
     for part in parts:
         sample.merge(part.sampled.key, read_columns(features.objects, part.sampled))
     drawn = sample.columns()
-    near = neighbours(drawn["ids"], spec.latents, spec.options.neighbours if width else 0)
+    count = spec.options.neighbours if width else 0
+    ids, scores = nearest_latents(drawn["ids"], spec.latents, drawn["ids"], spec.latents, count)
     return FeatureFiles(
         0,
         units,
@@ -83,5 +85,5 @@ def summarize(
         made_from,
         tuple(files),
         features.store(fmt.FEATURE_COLUMNS, drawn),
-        features.store(fmt.FEATURE_COLUMNS, near),
+        features.store(fmt.FEATURE_COLUMNS, {"ids": ids, "score": scores}),
     )

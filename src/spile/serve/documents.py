@@ -25,7 +25,7 @@ from spile.corpus.tokenize import TextTokenizer
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.document import Document
 from spile.dataset.read.latents import pair_of
-from spile.dataset.read.rows import runs
+from spile.dataset.read.rows import Rows, runs
 from spile.dataset.read.texts import Texts
 from spile.serve.digest import Digest, LatentMoments, read_rows
 from spile.serve.directions import Directions
@@ -349,8 +349,12 @@ class Explorer:
     ) -> dict[str, Any] | None:
         if dataset.rows_of_unit(unit) is None:
             return None
+        found, rows = self.in_context(dataset, unit, row)
+        return {**found, "value": value, "values": self._values(dataset, rows, colour)}
+
+    def in_context(self, dataset: Dataset, unit: int, row: int) -> tuple[dict[str, Any], Rows]:
+        """Return the tokens around a row in its context, and the numbers of their rows."""
         start, entries, at = around(dataset, unit, row)
-        rows = np.arange(start, start + len(entries))
         gaps = gaps_between(entries["offset"])
         return {
             "doc": int(entries["doc"][at]),
@@ -358,11 +362,9 @@ class Explorer:
             "position": int(entries["pos"][at]),
             "id": int(entries["token_id"][at]),
             "at": at,
-            "value": value,
             "pieces": self._pieces(entries["token_id"].tolist(), gaps)[0],
             "gaps": [{"at": gap.at, "count": gap.count} for gap in gaps],
-            "values": self._values(dataset, rows, colour),
-        }
+        }, np.arange(start, start + len(entries))
 
     def snippet(self, entries: np.ndarray) -> str:
         """Return the text of consecutive rows; ⋯ marks missing tokens."""
@@ -485,6 +487,20 @@ class Finder:
             for place, value in zip(places.tolist(), values, strict=True):
                 found[place] = value
         return found
+
+    def rows_with(self, text: str, most: int) -> np.ndarray:
+        """Return rows at the last token of a text, at most so many, within a few seconds."""
+        dataset, spellings = self._explorer.dataset, self._explorer.texts.spellings(text)
+        limit = time.monotonic() + _SECONDS
+        found: list[np.ndarray] = [np.zeros(0, np.int64)]
+        for unit in dataset.units:
+            rows = dataset.rows_of_unit(unit)
+            for ids in spellings if rows else ():
+                hits = sequences(*self._tokens_of(dataset, unit), ids) + len(ids) - 1
+                found.append(hits + (rows[0] if rows else 0))
+            if sum(map(len, found)) >= most or time.monotonic() > limit:
+                break
+        return np.unique(np.concatenate(found))[:most]
 
     def _find_in(
         self,

@@ -28,6 +28,7 @@ from spile.serve.documents import (
     PageTexts,
     described,
 )
+from spile.serve.features import FeaturePages
 from spile.serve.labels import accuracies, columns_of, direction_between, mean_rows
 from spile.serve.pooled_rows import listed, nearest
 from spile.serve.projection import has_umap, pca, similarities, umap
@@ -69,6 +70,7 @@ class Answers:
         own = {} if tokenizer else dataset.tokenizer_files()
         self.explorer = Explorer(dataset, PageTexts(dataset.recipe, tokenizer, own), self.digest)
         self._finder = Finder(self.explorer)
+        self._feature_pages = FeaturePages(self.explorer, self._finder)
         self._cache = BackgroundCache()
         self.history = RunHistory(objects, self._reopen)
         self.routes: dict[str, Callable[[Parameters], Any]] = {
@@ -91,6 +93,10 @@ class Answers:
             "probe": self._probe,
             "rows": self._rows,
             "nearest": self._nearest,
+            "features": self._features,
+            "feature": self._feature,
+            "feature-search": self._feature_search,
+            "feature-comparison": self._feature_comparison,
         }
 
     def start(self) -> None:
@@ -155,6 +161,7 @@ class Answers:
             "note": texts.note,
             "directions": self.explorer.directions.listed(),
             "umap": has_umap(),
+            "features": self._feature_pages.told(),
             "read": self._read(),
         }
 
@@ -416,6 +423,31 @@ class Answers:
         sample = self.digest.sample
         found = nearest(dataset, self._finder.kept, sample, moments, tap, *row)
         return {**found, "read": self._read()}
+
+    def _features(self, asked: Parameters) -> dict[str, Any]:
+        by = asked.get("by", "density")
+        return self._feature_pages.listed(asked.get("set", ""), by, number(asked, "start", 0))
+
+    def _feature(self, asked: Parameters) -> dict[str, Any]:
+        return self._feature_pages.shown(asked.get("set", ""), number(asked, "feature", None))
+
+    def _feature_search(self, asked: Parameters) -> dict[str, Any]:
+        text = asked.get("q", "")[:_LONGEST_QUERY]
+        return self._feature_pages.found(asked.get("set", ""), asked.get("how", ""), text)
+
+    def _feature_comparison(self, asked: Parameters) -> dict[str, Any]:
+        pages, latent = self._feature_pages, None
+        names = [pages.chosen(asked.get(each, "")) for each in ("set", "other")]
+        if any(each.is_signed for each in names):
+            raise ConfigError("comparisons are of latents; every row has a value along a direction")
+        if "feature" in asked:
+            latent = number(asked, "feature", None)
+
+        def make() -> Ready:
+            return Ready(plain(pages.compared(names[0].name, names[1].name, latent)))
+
+        versions = tuple((each.name, each.units) for each in names)
+        return self._cache.ask(("comparison", latent, *versions), versions, make)
 
     def _pooled_dataset(self) -> Dataset:
         dataset = self.explorer.dataset

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.core.errors import ConfigError, CorruptError
+from spile.dataset.codec.coactivation import nearest_latents
 from spile.dataset.codec.columns import ColumnFile, read_columns
 from spile.dataset.codec.features import LatentCounts, bin_edges
 from spile.dataset.read.rows import Rows
@@ -268,6 +269,35 @@ class Features:
         """How many rows were drawn to find neighbours."""
         return min(self._spec.options.rows, self.rows)
 
+    def nearest_in(self, other: "Features", count: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Return, for each latent, the nearest ones of another encoder of the same rows.
+
+        Nearness is as in `neighbours`. Two sets with the same `--neighbour-rows` have the same
+        drawn rows; otherwise, those that both have are compared.
+
+        Returns:
+            Ids, −1 where there is none, and nearness: [latents, count] each.
+        """
+        mine, theirs = self._drawn_rows, other._drawn_rows
+        places, here, there = np.intersect1d(mine[0], theirs[0], return_indices=True)
+        if not len(places):
+            raise ConfigError(f"{self.name} and {other.name} have no drawn row in common")
+        return nearest_latents(
+            mine[1][here], self.num_latents, theirs[1][there], other.num_latents, count
+        )
+
+    @cached_property
+    def _drawn_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """The places of the drawn rows, and the ids of their active latents."""
+        file = self._made.sampled
+        found = self._columns(file)
+        unit, row, ids = (found.get(name) for name in ("unit", "row", "ids"))
+        if unit is None or row is None or ids is None or not len(unit) == len(row) == len(ids):
+            raise CorruptError(file.key, "does not hold drawn rows")
+        if ids.ndim != 2 or (ids.size and int(ids.max()) >= self.num_latents):
+            raise CorruptError(file.key, f"does not hold rows of {self.num_latents} latents")
+        return unit.astype(np.int64) << 32 | row, ids
+
     def logits(self, latent: int) -> "TokenLogits | None":
         """Return the tokens whose logits a latent raises and lowers most; None if not computed."""
         self._check(latent)
@@ -296,12 +326,13 @@ class Features:
         doc, begin = index["doc"][back], (index["offset"] - index["pos"])[back]
         own = slice(before, before + 1)
         same = inside & (doc == doc[:, own]) & (begin == begin[:, own])
-        values = self._values_at(latent, unique)[back]
+        values = self.values_at(latent, unique)[back]
         return TokenWindows(
             places, same, np.where(same, index["token_id"][back], 0), np.where(same, values, 0)
         )
 
-    def _values_at(self, latent: int, rows: Rows) -> np.ndarray:
+    def values_at(self, latent: int, rows: Rows) -> np.ndarray:
+        """Return a latent's activations in rows, given in ascending order."""
         stored = self._spec.stored
         if self.names:
             wide = self._dataset.read_at(stored[0], rows).reshape(len(rows), -1)

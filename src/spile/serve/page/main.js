@@ -12,8 +12,9 @@ import { view as projection } from './view_projection.js';
 import { view as latents } from './view_latents.js';
 import { view as labels } from './view_labels.js';
 import { view as pooled } from './view_pooled.js';
+import { view as features } from './view_features.js';
 
-const VIEWS = { run, documents, layers, channels, similarity, projection, latents, labels, pooled };
+const VIEWS = { run, documents, layers, channels, similarity, projection, latents, labels, pooled, features };
 const KINDS = { channels: 'dense', similarity: 'dense', projection: 'dense', latents: 'latents', labels: 'dense', pooled: 'dense' }; // of the taps that a view is of
 const NAMES = Object.keys(VIEWS);
 const POLL = 2000;
@@ -87,6 +88,7 @@ function missing(view) {
   if (KINDS[view] && !page.taps(KINDS[view]).length) return KINDS[view] === 'latents' ? 'No tap of this dataset holds latents.' : 'Every tap of this dataset holds latents; this view is of dense rows.';
   if (dataset.pool?.startsWith('reduce') && ['labels', 'pooled'].includes(view)) return 'This dataset holds sums by label, and no rows: read them with ds.reduced.';
   if (view === 'labels' && !dataset.columns.length) return 'No column was kept of the corpus: extract with --keep.';
+  if (view === 'features' && !dataset.features.length) return 'No features were counted here: run spile features.';
   if (view === 'pooled' && !dataset.pool) return 'The rows of this dataset are tokens, not pooled.';
   return null;
 }
@@ -158,7 +160,7 @@ function pressed(event) {
   const taps = page.dataset ? page.taps(current?.kind).map((each) => each.name) : [];
   const shift = (step) => taps.length && page.set({ tap: taps[(taps.indexOf(page.chosen(current?.kind)) + step + taps.length) % taps.length] });
   const known = {
-    ...Object.fromEntries(NAMES.map((each, at) => [String(at + 1), () => offered(each) && page.go(each, {})])),
+    ...Object.fromEntries(NAMES.map((each, at) => [String((at + 1) % 10), () => offered(each) && page.go(each, {})])),
     t: themed, '?': () => keys.showModal(), '[': () => shift(-1), ']': () => shift(1),
     '/': () => { page.go('documents', {}); setTimeout(() => current.keys?.['/']?.(), 50); }, ...current?.keys,
   };
@@ -168,7 +170,7 @@ function pressed(event) {
 const chosen = localStorage.getItem('theme');
 if (chosen === 'light' || chosen === 'dark') document.documentElement.dataset.theme = chosen;
 document.getElementById('views').append(...NAMES.map((each, at) =>
-  h('a', { href: `#${each}`, 'data-view': each, accessKey: String(at + 1) }, h('kbd', { ariaHidden: 'true' }, at + 1), `${each[0].toUpperCase()}${each.slice(1)}`)));
+  h('a', { href: `#${each}`, 'data-view': each, accessKey: String((at + 1) % 10) }, h('kbd', { ariaHidden: 'true' }, (at + 1) % 10), `${each[0].toUpperCase()}${each.slice(1)}`)));
 document.getElementById('theme').addEventListener('click', themed);
 document.getElementById('help').addEventListener('click', () => keys.showModal());
 document.addEventListener('keydown', pressed);
