@@ -109,5 +109,6 @@ def test_a_page_of_many_latents_is_quick(tmp_path: Path) -> None:
     make_features(str(built.path), FeatureRequest(logits=0, rows=1024))
     with web_page.served(built.path) as found:
         found.api("features")
-        took = min(found.ask(f"/api/features?by=mean&start={at}").milliseconds for at in (0, 60, 9000))
+        asked = [f"/api/features?by=mean&start={at}" for at in (0, 60, 9000)]
+        took = min(found.ask(each).milliseconds for each in asked)
         assert took < 62.5, "milliseconds"
