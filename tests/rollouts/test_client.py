@@ -1,6 +1,7 @@
 """Requests are repeated until answered; wrong addresses and closed doors are told at once."""
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -78,3 +79,12 @@ def test_the_model_is_the_first_that_is_listed_or_the_named_one() -> None:
         assert asyncio.run(model(server.url, None)) == ("tiny", "sglang")
         with pytest.raises(ConfigError, match="--served-model other: the server has tiny"):
             asyncio.run(model(server.url, "other"))
+
+
+def test_a_busy_server_is_asked_again_when_it_says() -> None:
+    with serving("vllm", ("429",)) as server:
+        server.retry_after = "1"
+        began = time.monotonic()
+        assert b"choices" in asked(server.url)
+        assert time.monotonic() - began >= 1.0
+    assert server.asked.total() == 2

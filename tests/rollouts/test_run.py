@@ -154,6 +154,25 @@ def test_a_hostile_server_loses_nothing_and_doubles_nothing(
     assert server.asked.total() > 3 * 24 and server.most_at_a_time <= 24
 
 
+@pytest.mark.full
+def test_memory_is_bounded_however_long_answers_are(model: Path, tmp_path: Path) -> None:
+    """Three answers to each request have no end, and 24 of them come at a time."""
+    corpus, peaks = chats(tmp_path / "c.jsonl", 240), list[int]()
+    for number, faults in enumerate(((), ("endless", "endless", "endless"))):
+        peak, out = tmp_path / f"{number}.peak", tmp_path / str(number)
+        with serving("vllm", faults) as server:
+            process = launch(
+                {"peak": str(peak)}, "rollouts", "--model", model, "--corpus", corpus, "--server",
+                server.url, "--out", out, "--answer-tokens", 8, "--concurrency", 24,
+            )  # fmt: skip
+            _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        check_each_once(out, 240)
+        assert server.asked.total() == 240 * (1 + len(faults))
+        peaks.append(int(peak.read_text()))
+    assert peaks[1] < peaks[0] + 24 * 4096, peaks  # in kB: an answer is read to 1 MiB
+
+
 def test_the_same_command_continues_and_other_settings_are_refused(
     model: Path, server: EngineServer, tmp_path: Path
 ) -> None:

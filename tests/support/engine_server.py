@@ -39,6 +39,7 @@ class EngineServer(ThreadingHTTPServer):
     refused: texts of prompts that it refuses.
     down: whether it closes every connection.
     delay: seconds that each answer takes.
+    retry_after: what it says when it is busy.
     """
 
     daemon_threads = True
@@ -48,7 +49,7 @@ class EngineServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.engine, self.faults = engine, tuple(faults)
         self.refused: set[str] = set()
-        self.down, self.delay = False, 0.0
+        self.down, self.delay, self.retry_after = False, 0.0, "0"
         self.asked: Counter[str] = Counter()
         self.bodies: list[dict[str, Any]] = []
         self.most_at_a_time = self.now = 0
@@ -141,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._head(200, len(data))
                 self.wfile.write(b"{" + data[:-1])
             case "429":
-                self._send(429, {"error": "busy"}, {"Retry-After": "0"})
+                self._send(429, {"error": "busy"}, {"Retry-After": server.retry_after})
             case "500" | "503":
                 self._send(int(fault), {"error": {"message": "a fault"}})
             case "endless":
