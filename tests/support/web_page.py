@@ -40,6 +40,7 @@ LATENT_TAPS: stored.Taps = {
     "resid_post_latent_ids.1": TapInfo((4,), "int16", latents=40),
     "mlp_out.1": 5,
 }
+LATENT_PAIR = ",".join(name for name in LATENT_TAPS if "latent" in name)
 LOUD_LATENT = 31  # the one that is large
 SILENT_LATENT = 39  # and the one that never is
 # Beside a plain tap the three likeliest next tokens, and the three keys that two heads weigh most.

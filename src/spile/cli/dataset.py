@@ -354,6 +354,11 @@ def export(arguments: argparse.Namespace) -> None:
 
 def export_text(made: "Exported") -> str:
     """Describe what was written, and which rows were left out."""
+    if made.features:
+        return (
+            f"{made.dest}: {plural(made.features, 'feature')} as {made.format}, {size(made.bytes)} "
+            f"in {plural(made.files, 'file')}"
+        )
     lines = [
         f"{made.dest}: {made.rows:,} rows of {len(made.taps)} taps as {made.format}, "
         f"{size(made.bytes)} in {made.files} files"

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import spile
+from spile.features.run import FeatureRequest, make_features
 from spile.interop.ingest.writer import Writer
-from support import tiny
+from support import tiny, web_page
 
 STREAMS = ("embed", "resid_post.0", "resid_post.1", "resid_post.2")
 
@@ -69,3 +70,13 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     spile.extract(recipe, str(folder / "out"))
     return folder / "out"
+
+
+@pytest.fixture(scope="session")
+def counted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two encoded taps, and their features."""
+    out = tmp_path_factory.mktemp("counted") / "out"
+    built = web_page.build_two_encoders(out, model, web_page.texts())
+    for tap in ("resid_post.0", "resid_post.1"):
+        make_features(str(built.path), FeatureRequest(tap=tap, logits=0, examples=4))
+    return built.path

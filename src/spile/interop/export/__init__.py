@@ -24,9 +24,12 @@ from spile.dataset.read.opening import open_dataset
 from spile.dataset.records.chosen_taps import choose_taps
 from spile.interop.export import (
     activault,
+    circuit_tracer,
     deepspec,
     delphi,
+    feature_table,
     legacy,
+    neuronpedia,
     npy,
     openmoss,
     parquet,
@@ -51,6 +54,9 @@ FORMATS: dict[str, ExportFormat] = {
         openmoss.OPENMOSS,
         saev.SAEV,
         delphi.DELPHI,
+        neuronpedia.NEURONPEDIA,
+        circuit_tracer.CIRCUIT_TRACER,
+        feature_table.FEATURE_TABLE,
         speculators.SPECULATORS,
         specforge.SPECFORGE,
         deepspec.DEEPSPEC,
@@ -67,11 +73,12 @@ class Exported:
     dest: str
     format: str
     taps: dict[str, str]  # with the dtype of each
-    rows: int  # of each tap
+    rows: int  # of each tap; 0 of a format of features
     left_over: int  # rows at the end that did not fill a sequence or a file
     context_size: int | None
     files: int
     bytes: int
+    features: int = 0
 
 
 def export(
@@ -104,8 +111,11 @@ def export(
             rows = form.write(source, stage)
             counts = form.count(source, stage)
             wrong = {tap: counts.get(tap, 0) for tap in source.taps if counts.get(tap, 0) != rows}
+            if form.features:
+                wrong = dict(counts) if sum(counts.values()) != rows else dict[str, int]()
             if wrong:
-                raise StoreError(f"{target}: {rows} rows were written, but it holds {wrong}")
+                what = "features" if form.features else "rows"
+                raise StoreError(f"{target}: {rows} {what} were written, but it holds {wrong}")
             sizes = [path.stat().st_size for path in stage.rglob("*") if path.is_file()]
     except OSError as error:
         raise StoreError(f"{target}: {error.strerror or error}") from error
@@ -113,11 +123,12 @@ def export(
         dest=str(dest),
         format=form.name,
         taps={tap: source.dtypes[tap].name for tap in source.taps},
-        rows=rows,
-        left_over=dataset.num_tokens - rows,
+        rows=0 if form.features else rows,
+        left_over=0 if form.features else dataset.num_tokens - rows,
         context_size=source.context if form.contexts else None,
         files=len(sizes),
         bytes=sum(sizes),
+        features=rows if form.features else 0,
     )
 
 

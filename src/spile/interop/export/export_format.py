@@ -22,6 +22,7 @@ class ExportFormat:
         dtypes: allowed for floating values.
         contexts: whether rows come in sequences of one length.
         integers: whether integer taps stay integers.
+        features: whether it holds features, which `write` and `count` count in place of rows.
         needs: modules, and what to install for them.
     """
 
@@ -33,6 +34,7 @@ class ExportFormat:
     dtypes: tuple[str, ...] = ("float32", "float16")
     contexts: bool = False
     integers: bool = False
+    features: bool = False
     needs: tuple[tuple[str, str], ...] = ()
 
 
