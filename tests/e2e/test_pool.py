@@ -15,6 +15,9 @@ from chaos.harness import check_refused, check_same, check_sound, run
 from spile.check.compare import check
 from spile.core.config import Recipe, Runtime
 from spile.core.index import ROLES
+from spile.dataset.maintain.compact import compact
+from spile.dataset.maintain.replica import replicate
+from spile.objects import LocalObjects
 from support import saes, tiny
 from support.marks import some
 
@@ -143,6 +146,53 @@ def test_latents_are_the_largest_of_all_means_not_means_of_the_largest(
     check_sound(tmp_path / "out")
     checked = check(str(tmp_path / "out"), samples=2)
     assert checked.ok and {*checked.taps} == {"resid_post_latents.1", "mlp_hidden.0"}
+
+
+def test_all_latents_are_a_dense_row_in_the_order_of_their_ids(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    sae = saes.write_sae(tmp_path / "sae", "topk", hook="blocks.1.hook_resid_post")
+    given = {"pool": "mean", "taps": "resid_post:1", "encode": str(sae), "max_docs": 12}
+    ds = made(recipe, tmp_path / "out", latents="all", **given)
+    sparse = made(recipe, tmp_path / "sparse", latents=10_000, **given)
+    width = sparse.num_latents("resid_post_latents.1")
+    assert ds.taps == ["resid_post_latents.1"] and ds.shape("resid_post_latents.1") == (width,)
+    found = ds.read("resid_post_latents.1")
+    np.testing.assert_array_equal(found, sparse.latents("resid_post.1", 0, len(sparse)).dense())
+    with pytest.raises(
+        spile.ConfigError, match=r"rows have all of them.*ds.read\(.resid_post_latents.1"
+    ):
+        ds.latents("resid_post.1", 0, 1)
+    assert spile.extract(Recipe(latents="all"), ds.url).complete, "it is the dataset's own"
+    with pytest.raises(spile.DriftError, match="latents"):
+        spile.extract(Recipe(latents=5), ds.url)
+    with pytest.raises(spile.ConfigError, match="--latents all needs --pool mean or max"):
+        made(recipe, tmp_path / "no", latents="all", **{**given, "pool": None})
+    check_sound(tmp_path / "out")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("by", ["mean", "max"])
+def test_all_latents_are_those_of_hf_and_can_be_added_and_copied(
+    by: str, recipe: Recipe, tmp_path: Path
+) -> None:
+    sae = saes.write_sae(tmp_path / "sae", "topk", hook="blocks.1.hook_resid_post")
+    out = tmp_path / "out"
+    made(recipe, out, pool=by, taps="resid_post:1", max_docs=12)
+    spile.extract(Recipe(add_taps="mlp_out:0", encode=f"mlp_out:0={sae}", latents="all"), str(out))
+    ds = spile.open(str(out))
+    assert ds.taps == ["mlp_out_latents.0", "resid_post.1"]
+    checked = check(str(out), samples=2)
+    assert checked.ok and {*checked.taps} == {*ds.taps}
+    replicate(LocalObjects(out), LocalObjects(tmp_path / "copy"))
+    compact(LocalObjects(out), LocalObjects(tmp_path / "compacted"))
+    for copy in ("copy", "compacted"):
+        check_sound(tmp_path / copy)
+        np.testing.assert_array_equal(
+            spile.open(str(tmp_path / copy)).read("mlp_out_latents.0"), ds.read("mlp_out_latents.0")
+        )
+    assert run("drop", out, "--taps", "mlp_out:0").code == 0
+    assert spile.open(str(out)).taps == ["resid_post.1"]
 
 
 CHATS = [

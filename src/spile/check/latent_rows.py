@@ -87,12 +87,19 @@ class SparseTap:
         return self._largest(activations(self._encoder.sae, self._arrays, rows, np, np.matmul))
 
     def _largest(self, found: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if self._encoder.dense:
+            return found, self._all(len(found))
         ids = np.argsort(-found, axis=1, kind="stable")[:, : self.kept]
         return np.take_along_axis(found, ids, axis=1), ids
 
     def stored(self, document: Document, rows: np.ndarray) -> RowLatents:
         values = document.read(self.name, dtype=STORED)[rows]
+        if self._encoder.dense:
+            return RowLatents(values, self._all(len(values)))
         return RowLatents(values, document.read(self._ids)[rows])
+
+    def _all(self, rows: int) -> np.ndarray:
+        return np.broadcast_to(np.arange(self.kept), (rows, self.kept))
 
     def as_stored(self, dataset: Dataset, top: RowLatents) -> RowLatents:
         return RowLatents(dataset.as_stored(self.name, top.values), top.ids)

@@ -42,6 +42,7 @@ COMPUTE_DTYPES = ("bfloat16", "float32", "float16", "float8_e4m3")
 HAS_BFLOAT16 = 8.0  # the compute capability of the first NVIDIA GPUs that multiply it
 MAX_DOC_BYTES = 64 << 20
 PREVIEW = 200
+ALL_LATENTS = 0  # what `--latents all` stores in place of a number
 
 
 # The options of a recipe that say what prompts are, to `spile rollouts`.
@@ -117,7 +118,9 @@ class Recipe(Options):
         common=True,
     )
     latents: int | None = count(
-        "how many latents to store per row, largest first [the encoder's own k, or 64]"
+        "how many latents to store per row, largest first; with --pool mean or max also all, as a "
+        "dense row [the encoder's own k, or 64]",
+        named={"all": ALL_LATENTS},
     )
     attn_top: int | None = count(
         "how many keys to store per row and head, largest weights first, if --taps names attn_top "

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import field, fields
 from fractions import Fraction
 from functools import partial
@@ -35,6 +35,7 @@ def option(
     choices: tuple[str, ...] = (),
     minimum: int | None = None,
     auto: bool = False,
+    named: Mapping[str, int] | None = None,
     topic: str | None = None,
     common: bool = False,
 ) -> Any:
@@ -43,12 +44,14 @@ def option(
     Kinds: text, list (texts joined by commas, or a list of texts; its flag may be given several
     times), count (an integer, `64k` allowed), size (bytes), share (above 0, to 1), switch.
 
-    With `auto`, the value "auto" is allowed and means the default. `topic` begins a group of flags
+    With `auto`, the value "auto" is allowed and means the default. `named`: words that are allowed
+    in place of a number, and the number that each is stored as. `topic` begins a group of flags
     in the help, which the options after it belong to; `--help` explains `common` options, and
     `--help-all` every one.
     """
     meta = {"help": help, "kind": kind, "choices": choices, "minimum": minimum, "auto": auto}
-    return field(default=default, metadata={**meta, "topic": topic, "common": common})
+    more = {"named": named or {}, "topic": topic, "common": common}
+    return field(default=default, metadata={**meta, **more})
 
 
 count = partial(option, kind="count", minimum=1)
@@ -135,6 +138,11 @@ def _checked(f: dataclasses.Field[Any], value: Any) -> Any:
     kind = meta["kind"]
     if value == "auto" and meta["auto"]:
         return None
+    named = meta["named"]
+    if isinstance(value, str) and value in named:
+        return named[value]
+    if type(value) is int and value in named.values():
+        return value
     if kind in ("count", "size"):
         wanted = "a whole number such as 4096, 64k or 4M" if kind == "count" else "1GiB or 500MB"
         try:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
-from spile.core.config import MAX_DOC_BYTES, PREVIEW, canonical_json
+from spile.core.config import ALL_LATENTS, MAX_DOC_BYTES, PREVIEW, canonical_json
 from spile.core.disagreement import DISAGREEMENT_COLUMNS
 from spile.core.errors import ConfigError
 from spile.core.options import LIMIT, shown
@@ -54,7 +54,8 @@ class ResolvedRecipe:
     corpus: tuple[str, ...]
     taps: tuple[str, ...]
     encode: Mapping[str, str] = field(default_factory=dict[str, str])  # identities, by tap
-    latents: int | None = None  # latents to keep per row, if given
+    # Latents to keep per row, if given, or `ALL_LATENTS`.
+    latents: int | None = field(default=None, metadata={"least": ALL_LATENTS})
     attn_top: int | None = None  # keys to keep per row and head, if they are tapped
     top_logits: int | None = None  # the same of logits
     objective: str | None = None  # identity of what gradients are of, if they are tapped
@@ -103,11 +104,14 @@ class ResolvedRecipe:
     @property
     def stored_taps(self) -> tuple[str, ...]:
         """The stored names, in the order of the taps: the tap, or its latents and their ids."""
-        return tuple(
-            name
-            for tap in self.taps
-            for name in (latent_names(tap) if tap in self.encode else (tap,))
-        )
+        return tuple(name for tap in self.taps for name in self.stored_of(tap))
+
+    def stored_of(self, tap: str) -> tuple[str, ...]:
+        """Return the stored names of one of the taps; all latents need no ids."""
+        if tap not in self.encode:
+            return (tap,)
+        names = latent_names(tap)
+        return names[:1] if self.latents == ALL_LATENTS else names
 
     @property
     def compares(self) -> bool:

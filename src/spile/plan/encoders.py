@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from spile.core.config import Recipe
+from spile.core.config import ALL_LATENTS, Recipe
 from spile.core.errors import ConfigError
 from spile.core.pool import COVARIANCE, JACOBIAN, MOMENTS, beside, is_reduced, reduces
 from spile.core.recipe import latent_names
@@ -50,6 +50,11 @@ def find_encoders(
             raise ConfigError("--latents needs --encode")
         return {}
     pooled = reduces(recipe.pool) is not None
+    if recipe.latents == ALL_LATENTS and not pooled:
+        raise ConfigError(
+            "--latents all needs --pool mean or max: in a row of one token few are active; give a "
+            "number"
+        )
     found: dict[str, SparseEncoder] = {}
     pairs = (each for item in _items(recipe.encode) for each in _pairs(*item, taps, arch))
     for where, sae, tap in pairs:
@@ -134,6 +139,9 @@ def stored_taps(
             continue
         values, ids = latent_names(tap.name)
         shape, latents = (encoder.kept,), encoder.sae.latents
+        if encoder.dense:
+            infos[values] = TapInfo(shape, store_dtype)
+            continue
         infos[values] = TapInfo(shape, store_dtype, latents=latents)
         infos[ids] = TapInfo(shape, encoder.id_dtype, latents=latents)
     return infos

@@ -15,7 +15,7 @@ import xxhash
 from spile.core.config import flag_of
 from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.identity import summed_digest
-from spile.core.recipe import TOPS, ResolvedRecipe, latent_names
+from spile.core.recipe import TOPS, ResolvedRecipe
 from spile.core.tap_order import LARGEST
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
@@ -161,7 +161,7 @@ def with_taps(recipe: ResolvedRecipe, kept: Collection[str]) -> ResolvedRecipe:
     """Return the recipe that stores only some of the taps."""
     taps: list[str] = []
     for tap in recipe.taps:
-        stored = latent_names(tap) if tap in recipe.encode else (tap,)
+        stored = recipe.stored_of(tap)
         found = [name for name in stored if name in kept]
         if found and len(found) < len(stored):
             raise ConfigError(f"--taps: latents and their ids go together; add {stored}")

@@ -23,6 +23,8 @@ class ReadableDataset(Protocol):
     """The part of `Dataset` that this module needs."""
 
     @property
+    def taps(self) -> list[str]: ...
+    @property
     def encoded(self) -> list[str]: ...
     @property
     def num_tokens(self) -> int: ...
@@ -94,6 +96,9 @@ def read_latents(
     """
     pair = pair_of(dataset, tap)
     if pair is None:
+        name, _ = latent_names(tap)
+        if name in dataset.taps:
+            raise ConfigError(f"{tap}: rows have all of them, as values; ds.read({name!r})")
         encoded = ", ".join(dataset.encoded) or "none"
         raise ConfigError(f"no latents of {tap!r} here; taps that were encoded: {encoded}")
     values, ids = (np.asarray(dataset.read(name, start, stop, dtype=dtype)) for name in pair)

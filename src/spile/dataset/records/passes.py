@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from spile.core.errors import ConfigError, CorruptError, StoreError
-from spile.core.recipe import OF_A_PASS, ResolvedRecipe, latent_names
+from spile.core.recipe import OF_A_PASS, ResolvedRecipe
 from spile.dataset import format as fmt
 from spile.dataset.format import Done, TapInfo
 from spile.dataset.records.heartbeat import read_workers
@@ -335,7 +335,7 @@ def _tap_named(table: Table, name: str) -> str | None:
     """Return the tap of a recipe by any of its names: its own, a stored one, another tool's."""
     name = name.replace(":", ".", 1)
     for tap in table.recipe.taps:
-        stored = latent_names(tap) if tap in table.recipe.encode else (tap,)
+        stored = table.recipe.stored_of(tap)
         aliases = (alias for each in stored for alias in table.taps[each].aliases)
         if name in (tap, *stored, *aliases):
             return tap

@@ -6,7 +6,7 @@ from typing import Any
 
 import xxhash
 
-from spile.core.config import canonical_json
+from spile.core.config import ALL_LATENTS, canonical_json
 from spile.objects.paths import AnyPath
 
 # The tensors of each kind of encoder; a letter is an axis: width, latents, or output.
@@ -129,13 +129,16 @@ class SparseEncoder:
 
     sae: Sae
     kept: int
+    dense: bool = False  # whether all are stored, in the order of their ids
 
     @classmethod
     def of(cls, sae: Sae, asked: int | None, *, pooled: bool = False) -> "SparseEncoder":
         """Args:
-        asked: the number to keep; capped at the number that can be active.
+        asked: the number to keep, or `ALL_LATENTS`; capped at the number that can be active.
         pooled: whether rows are of several tokens, which may have other latents active.
         """
+        if asked == ALL_LATENTS:
+            return cls(sae, sae.latents, dense=True)
         most = sae.latents if pooled else sae.k or sae.latents
         return cls(sae, min(asked or sae.k or _KEPT, most))
 
