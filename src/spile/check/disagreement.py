@@ -7,6 +7,7 @@
 from dataclasses import dataclass
 
 from spile.core.disagreement import COMPARED, LARGEST_GAP, MEAN, is_within
+from spile.core.errors import StoreError
 from spile.dataset.read.dataset import Dataset
 
 _NAMED = 5  # documents to name
@@ -38,6 +39,10 @@ def disagreement_of(dataset: Dataset, bound: float) -> Disagreement | None:
         for each in told:
             if (count := each[COMPARED]) is None:
                 continue
+            numbers = count, each[MEAN], each[LARGEST_GAP]
+            if any(isinstance(value, str | None) for value in numbers):
+                where = f"document {each['doc']}"
+                raise StoreError(f"{dataset.url}: {where}: its disagreement is no number")
             documents, tokens = documents + 1, tokens + int(count)
             own = each[MEAN] * count
             total, largest = total + own, max(largest, each[LARGEST_GAP])
