@@ -57,3 +57,18 @@ def test_texts_are_tokenized_and_logs_kept_only_if_they_fit(tokenizer: TextToken
 def test_an_answer_whose_parts_were_cut_out_unseen_is_refused(tokenizer: TextTokenizer) -> None:
     with pytest.raises(ConfigError, match="without a parser"):
         answered(PROMPT, answer(ids=None, pieces=None, thinking="so"), CHAT, tokenizer)
+
+
+def test_tokens_that_the_engine_left_out_are_noticed(tokenizer: TextTokenizer) -> None:
+    """llama.cpp tells only the last token of a character that has several."""
+    whole = tokenizer.encode_plain("é!")
+    assert len(whole) == 3
+    logs = np.array([-1, -2, -3], np.float32)
+    told = answer(ids=whole, pieces=["", "é", "!"], logprobs=logs, text="é!")
+    assert answered(PROMPT, told, CHAT, tokenizer).answer_from == "engine"
+    lacking = answer(ids=whole[1:], pieces=["é", "!"], logprobs=logs[1:], text="é!")
+    found = answered(PROMPT, lacking, CHAT, tokenizer)
+    assert found.answer_from == "tokenizer" and found.ids[2:].tolist() == whole.tolist()
+    assert np.isnan(found.logprobs).all()
+    cut = answer(ids=whole[:1], pieces=[""], logprobs=logs[:1], text="")
+    assert answered(PROMPT, cut, CHAT, tokenizer).answer_from == "engine"

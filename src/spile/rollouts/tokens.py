@@ -11,6 +11,7 @@ from spile.rollouts.exchange import COMPLETIONS, SampledAnswer, Sampling
 from spile.rollouts.prompts import EnginePrompt
 
 SENT, ENGINE, TOKENIZER = "sent", "engine", "tokenizer"  # where token ids come from
+_BROKEN = "\ufffd"  # what an incomplete character is decoded to
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ def answered(
             read = answer.prompt_ids
             roles = np.full(len(read), ROLES["template"], np.uint16)
     ids, logprobs, answer_from = answer.ids, answer.logprobs, ENGINE
+    if ids is not None and lacks_tokens(ids, answer.whole, tokenizer):
+        ids = logprobs = None
     if ids is None:
         answer_from, whole = TOKENIZER, answer.whole
         if whole is None:
@@ -66,3 +69,15 @@ def answered(
         prompt_from=prompt_from,
         answer_from=answer_from,
     )
+
+
+def lacks_tokens(ids: np.ndarray, text: str | None, tokenizer: TextTokenizer) -> bool:
+    """Return whether tokens are missing from a text's ids.
+
+    llama.cpp leaves out tokens that end within a character, so that the others do not make the
+    characters of the text. (At the end of an answer, a character may really be incomplete.)
+    """
+    if text is None:
+        return False
+    made = tokenizer.decode(ids.tolist()).removesuffix(_BROKEN)
+    return made.count(_BROKEN) > text.count(_BROKEN)
