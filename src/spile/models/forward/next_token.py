@@ -39,6 +39,9 @@ def next_token(
     total = weights.sum(axis=-1)
     log_total = jnp.log(total)
     own = jnp.take_along_axis(wide, targets[..., None], axis=-1)
+    if "next_rank" in wanted:
+        # On a GPU, XLA then reads the logits once for the sum above and for the rank.
+        own = jax.lax.optimization_barrier(own)
     found: dict[str, Array] = {}
     if "logprob" in wanted:
         found["logprob"] = jnp.where(known, (own - most)[..., 0] - log_total, 0.0)
