@@ -19,6 +19,7 @@ EXEMPT = {
     "check/hf_gradients.py": "models/forward/test_gradient.py",
     "check/hf_modules.py": "check/test_reference.py",
     "check/latent_rows.py": "check/test_compare_sparse.py",
+    "check/lens_rows.py": "e2e/test_lens_top.py",
     "check/load.py": "check/test_compare.py",
     "check/sampled.py": "e2e/test_pool.py",
     "corpus/chats/rows.py": "e2e/test_chats.py",
@@ -64,11 +65,13 @@ EXEMPT = {
     "models/forward/block.py": "models/forward/test_decoder.py",
     "models/forward/ends.py": "models/forward/test_decoder.py",
     "models/forward/forward_pass.py": "models/forward/test_decoder.py",
+    "models/forward/lens.py": "e2e/test_lens_top.py",
     "models/forward/mixers/short_convolution.py": "models/forward/mixers/test_state_space.py",
     "models/forward/sharding.py": "mesh/test_sharding.py",
     "objects/hub/datasets_library.py": "corpus/formats/test_datasets_library.py",
     "objects/memory.py": "contracts/test_objects.py",
     "objects/rooted.py": "contracts/test_objects.py",
+    "plan/lenses.py": "e2e/test_lens_top.py",
     "plan/fetch.py": "e2e/test_hub.py",
 }
 

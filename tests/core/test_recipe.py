@@ -58,6 +58,8 @@ OTHER: dict[str, Any] = {
     "attn_top": 3,
     "top_logits": 9,
     "objective": "logprob",
+    "lens": "b3",
+    "lens_source": "lenses/b",
     "splice_source": "zero:z.1",
     "splice": ("zero z.1",),
     "messages": "chats",

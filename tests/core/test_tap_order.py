@@ -2,8 +2,8 @@
 
 import random
 
-from spile.core.tap_order import AFTER_BLOCKS, BEFORE_BLOCKS, IN_A_BLOCK, sorted_taps
-from spile.models.sites import AFTER, BEFORE, BLOCK, SITES
+from spile.core.tap_order import AFTER_BLOCKS, BEFORE_BLOCKS, IN_A_BLOCK, OF_A_LENS, sorted_taps
+from spile.models.sites import AFTER, BEFORE, BLOCK, LENSES, SITES
 
 
 def test_sites_stand_in_the_order_of_the_table() -> None:
@@ -12,6 +12,7 @@ def test_sites_stand_in_the_order_of_the_table() -> None:
 
     assert tuple(map(names, (BEFORE, BLOCK, AFTER))) == (BEFORE_BLOCKS, IN_A_BLOCK, AFTER_BLOCKS)
     assert (*BEFORE_BLOCKS, *IN_A_BLOCK, *AFTER_BLOCKS) == (*SITES,)
+    assert (*LENSES,) == OF_A_LENS
 
 
 def test_taps_are_sorted_by_layer_and_not_by_name() -> None:
@@ -23,6 +24,7 @@ def test_taps_are_sorted_by_layer_and_not_by_name() -> None:
         "attn_out.9",
         "mlp_out_latents.9",
         "mlp_out_latent_ids.9",
+        "lens_top_ids.9",
         "unheard_of.9",
         "resid_post.10",
         "final_norm",

@@ -9,12 +9,15 @@ from collections.abc import Mapping
 import numpy as np
 
 _RANK, _TOKENS, _KEYS, _SUMMARY = "next_rank", "top_token_ids", "attn_top_keys", "attn_summary"
+_LENS_IDS = "lens_top_ids"
 
 
 def named_in(tap: str) -> str | None:
     """Return the tap of HF whose values a tap's integers name; None if they name none."""
     site, dot, rest = tap.partition(".")
-    return {_RANK: "logits", _TOKENS: "logits", _KEYS: f"attn_pattern{dot}{rest}"}.get(site)
+    of_lens = f"lens_logits{dot}{rest}"
+    named = {_RANK: "logits", _TOKENS: "logits", _LENS_IDS: of_lens}
+    return (named | {_KEYS: f"attn_pattern{dot}{rest}"}).get(site)
 
 
 def comparable(

@@ -48,6 +48,7 @@ from spile.dataset.read.opening import open_dataset
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import live_passes
 from spile.models.config.arch import Arch
+from spile.models.sites import LENSES
 from spile.models.splices import FUNCTION
 from spile.models.taps import Tap
 from spile.objects import open_objects
@@ -559,7 +560,7 @@ def _like(stored: np.ndarray, truth: np.ndarray) -> np.ndarray:
 def _neighbour(tap: str, arch: Arch) -> str | None:
     """The same site in the next layer where it has the same shape, or in the last before."""
     found = Tap.from_name(tap)
-    if found.layer is None:
+    if found.layer is None or found.site in LENSES:  # a lens may lack the next layer
         return None
     there, back = range(found.layer + 1, arch.num_layers), range(found.layer - 1, -1, -1)
     others = (replace(found, layer=layer) for layer in (*there, *back))

@@ -137,7 +137,11 @@ def _reference(job: ExtractionJob, dtype: str) -> Any:
         with local_copy(adapter.directory) as folder:
             model = peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return reference.Reference(model.to(device), _changes(job.splices))
+    lens = None
+    if job.lens:
+        rows = importlib.import_module("spile.check.lens_rows")
+        lens = rows.LensRows(job.lens, job.checkpoint.arch)
+    return reference.Reference(model.to(device), _changes(job.splices), lens)
 
 
 def _changes(splices: Sequence[Splice]) -> dict[str, Callable[[np.ndarray], np.ndarray]]:

@@ -37,6 +37,7 @@ from spile.check.hf_modules import (
     find_space,
     token_rows,
 )
+from spile.check.lens_rows import LensRows
 from spile.check.next_token import next_token
 from spile.core.errors import InputError
 from spile.models.sites import GRADIENT, GRADIENTS, SITES
@@ -57,16 +58,22 @@ class Reference:
     """Taps of a HF model, by hooks: the ground truth."""
 
     def __init__(
-        self, model: torch.nn.Module, changes: Mapping[str, _Change] | None = None
+        self,
+        model: torch.nn.Module,
+        changes: Mapping[str, _Change] | None = None,
+        lens: LensRows | None = None,
     ) -> None:
         """Args:
         changes: for a tap, a function of its values [tokens, ...]; the model continues with what
             it returns.
 
+        lens: the lens whose predictions are taps, too.
+
         Raises:
             InputError: if a tap that is changed is not the whole of what a module takes or returns.
         """
         self.model: Any = model
+        self._lens = lens
         self.model.eval()
         # Only eager attention returns its weights. (Some families only look there.)
         self.model.set_attn_implementation("eager")
@@ -173,6 +180,7 @@ class Reference:
             site, _, layer = name.partition(".")
             return site == "attn_pattern" and any(wanted(f"{each}.{layer}") for each in _ATTENDED)
 
+        lensed = [f"resid_post.{n}" for n in self._lens.layers(wanted)] if self._lens else []
         found: dict[str, np.ndarray] = {}
         ids = torch.tensor(token_ids.astype(np.int64), device=self.model.device)
         _forget_longer_contexts(self._rotary)
@@ -188,7 +196,7 @@ class Reference:
             for point, change in self._changes:
                 hooks.callback(_change(point, change).remove)
             for point in self.points:  # (these hooks run after those of the changes)
-                if wanted(point.name) or looked(point.name):
+                if wanted(point.name) or looked(point.name) or point.name in lensed:
                     hooks.callback(_record(point, found).remove)
             if noise is not None:
                 first = find_part(self._body, "blocks")[0]
@@ -205,6 +213,11 @@ class Reference:
                 found |= {name: _array(value) for name, value in read.items() if wanted(name)}
             else:
                 self._body(input_ids=ids[None], use_cache=False)
+            for name in lensed:
+                told = self._read_by_lens(int(name.partition(".")[2]), found[name], sized)
+                found |= {n: _array(value) for n, value in told.items() if wanted(n)}
+                if not wanted(name):
+                    del found[name]
         for name in filter(looked, [*found]):
             layer = int(name.partition(".")[2])
             sink = getattr(self._modules[layer], "sinks", None) is not None
@@ -233,6 +246,15 @@ class Reference:
                 "takes or returns just those values"
             )
         return {name: named[name] for name in names}
+
+    def _read_by_lens(
+        self, layer: int, stream: np.ndarray, sized: Mapping[str, int]
+    ) -> dict[str, Tensor]:
+        """Return what the lens predicts from the stream after a block."""
+        assert self._lens
+        norm, head = find_part(self._body, "final_norm"), self.model.get_output_embeddings()
+        tops = {site: sized[site] for site in ("top_token_ids", "top_logprobs")}
+        return self._lens.of(layer, stream, lambda x: head(norm(x)), head.weight, tops)
 
     def _arithmetic(self) -> AbstractContextManager[Any]:
         return _InFloat64() if self.model.dtype == torch.float64 else nullcontext()

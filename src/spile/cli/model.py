@@ -105,6 +105,7 @@ def compile(arguments: argparse.Namespace) -> None:
     from spile.compile.targets import find_target
     from spile.models.files.checkpoint import read_arch
     from spile.plan.encoders import find_encoders
+    from spile.plan.lenses import refuse_lens
     from spile.plan.splices import find_splices
     from spile.plan.tapped import taps_of
     from spile.run.pipeline.display import waiting
@@ -118,6 +119,7 @@ def compile(arguments: argparse.Namespace) -> None:
     )
     arch = read_arch(arguments.model)
     taps = taps_of(recipe, arch)
+    refuse_lens(taps, f"--taps {recipe.taps}")
     encoders = find_encoders(recipe, taps, arch)
     splices = find_splices(recipe.splice, taps, arch)
     target = find_target(arguments.topology, arguments.on)

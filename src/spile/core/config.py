@@ -133,6 +133,10 @@ class Recipe(Options):
         "what SITE_grad taps are the gradient of: logprob, the sum of the log-probabilities of a "
         "document's next tokens [logprob]"
     )
+    lens: str | None = option(
+        "directory of a lens (spile lens fit, tuned-lens or jacobian-lens), whose most likely next "
+        "tokens --taps lens_top:LAYERS stores; --top-logits says how many"
+    )
     splice: str | None = option(
         "change values inside the model: zero:TAP, ablate:TAP=FILE.npy, steer:TAP=FILE.npy*4, "
         "mean:TAP=FILE.npy or a dataset, replace-with-sae:TAP=DIR, or your own, FILE.py:FUNCTION; "

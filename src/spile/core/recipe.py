@@ -21,18 +21,20 @@ RULES = 2
 # The fields that decide what is computed and stored for each row. The others decide which rows
 # there are.
 OF_EACH_ROW = (
-    "model", "taps", "encode", "latents", "attn_top", "top_logits", "objective", "splice",
+    "model", "taps", "encode", "latents", "attn_top", "top_logits", "lens", "objective", "splice",
     "compute_dtype", "store_dtype",
 )  # fmt: skip
 # The subset that a pass (taps added to an existing dataset) may set for itself.
 OF_A_PASS = (
-    "taps", "encode", "latents", "attn_top", "top_logits", "objective", "compute_dtype",
+    "taps", "encode", "latents", "attn_top", "top_logits", "lens", "objective", "compute_dtype",
     "store_dtype",
 )  # fmt: skip
 TOPS = (*LARGEST,)  # how many values taps keep that keep the largest
 # Fields that are left out of a stored recipe if nothing is given: so fingerprints stay as they were
 # before there were any.
-_OPTIONAL = ("pool", "rows_by", "roles_column", "logprobs_column", "objective", *TOPS)
+_OPTIONAL = (
+    "pool", "rows_by", "roles_column", "logprobs_column", "lens", "lens_source", "objective", *TOPS
+)  # fmt: skip
 _LATER: dict[str, Any] = {"splice": (), "splice_source": None, **dict.fromkeys(_OPTIONAL)}
 
 
@@ -50,6 +52,7 @@ class ResolvedRecipe:
     template_source: str | None = None
     encode_source: str | None = None
     splice_source: str | None = None
+    lens_source: str | None = None
     model: Mapping[str, str]
     corpus: tuple[str, ...]
     taps: tuple[str, ...]
@@ -59,6 +62,7 @@ class ResolvedRecipe:
     attn_top: int | None = None  # keys to keep per row and head, if they are tapped
     top_logits: int | None = None  # the same of logits
     objective: str | None = None  # identity of what gradients are of, if they are tapped
+    lens: str | None = None  # its digest
     splice: tuple[str, ...] = ()  # identities of splices, in the order in which they apply
     where: str | None
     every: int | None

@@ -16,6 +16,7 @@ IN_A_BLOCK = (
     "ssm_out", "resid_mid", "mlp_in", "router_logits", "expert_weights", "expert_ids", "mlp_hidden",
     "shared_expert_out", "mlp_out", "layer_embed", "layer_embed_out", "resid_post",
 )  # fmt: skip
+OF_A_LENS = ("lens_logsumexp", "lens_top_ids", "lens_top_logprobs")  # of a block's output
 AFTER_BLOCKS = (
     "final_norm", "logits", "logprob", "entropy", "logsumexp", "next_rank", "top_token_ids",
     "top_logprobs",
@@ -26,8 +27,12 @@ LARGEST = {
     "top_logits": ("top_token_ids", "top_logprobs"),
 }
 # Sites whose place k holds the k-th largest of something, whichever that is.
-RANKED = ("expert_weights", "expert_ids", *(site for sites in LARGEST.values() for site in sites))
-_PLACES = {site: n for n, site in enumerate((*BEFORE_BLOCKS, *IN_A_BLOCK, *AFTER_BLOCKS))}
+RANKED = (
+    "expert_weights", "expert_ids", *OF_A_LENS[1:],
+    *(site for sites in LARGEST.values() for site in sites),
+)  # fmt: skip
+_ALL = *BEFORE_BLOCKS, *IN_A_BLOCK, *OF_A_LENS, *AFTER_BLOCKS
+_PLACES = {site: n for n, site in enumerate(_ALL)}
 # A site, or its gradient; for an encoded tap, what is stored of its latents; the layer; the heads.
 _NAME = re.compile(r"(\w+?)(_grad)?(_latents|_latent_ids)?(?:\.(\d{1,9})((?:\.h\d{1,9})*))?")
 _OF_A_SITE = (None, "_grad")

@@ -58,6 +58,11 @@ class Site:
         return self.stage == BLOCK
 
     @property
+    def option(self) -> str:
+        """The option that says how many of the largest it keeps."""
+        return TOP_LOGITS if self.group == LENS_TOP else self.group
+
+    @property
     def heads(self) -> bool:
         """Whether its first axis is heads, so that some of them can be chosen."""
         return self.shape[:1] in (("heads",), ("kv_heads",), ("ssm_heads",))
@@ -306,6 +311,25 @@ SITES = {
         ),
     )
 }  # fmt: skip
+# Sites that a lens computes from the stream after a block (`--lens`), by models that have none too.
+LENS_TOP = "lens_top"
+LENSES = {
+    site.name: site
+    for site in (
+        Site(
+            "lens_logsumexp", "of a lens's logits: logarithm of the sum of the exponentials", (),
+            dtype="float32", group=LENS_TOP,
+        ),
+        Site(
+            "lens_top_ids", "the next tokens that a lens says are most likely; --top-logits says "
+            "how many", ("top",), dtype="int32", group=LENS_TOP, largest_of="vocab", top=64,
+        ),
+        Site(
+            "lens_top_logprobs", "log-probabilities of these tokens", ("top",), dtype="float32",
+            group=LENS_TOP, largest_of="vocab", top=64,
+        ),
+    )
+}  # fmt: skip
 AFTER_BLOCKS = tuple(site.name for site in SITES.values() if site.stage == AFTER)
 SPLICED = tuple(site.name for site in SITES.values() if site.spliced)
 # Sites that a backward pass computes, each from one where values can be changed.
@@ -326,7 +350,7 @@ GRADIENTS = {
 GROUPS = {  # names that stand for several sites in `--taps`
     group: tuple(site.name for site in SITES.values() if site.group == group)
     for group in dict.fromkeys(site.group for site in SITES.values() if site.group)
-}
+} | {LENS_TOP: (*LENSES,)}
 
 # Features that only some models, or layers, have: how to tell, and what to say of one without it.
 FEATURES: dict[str, tuple[Callable[[Arch, Layer], bool], str]] = {

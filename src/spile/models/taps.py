@@ -35,6 +35,7 @@ from spile.models.sites import (
     GRADIENTS,
     GROUPS,
     LENS_BLOCK,
+    LENSES,
     SITES,
     SPLICED,
     Site,
@@ -87,7 +88,7 @@ class Tap:
     @property
     def kind(self) -> Site:
         """Its site's row of the table."""
-        return SITES[self.site] if self.site in SITES else GRADIENTS[self.site]
+        return _site(self.site) or GRADIENTS[self.site]
 
     @property
     def source(self) -> "Tap":
@@ -274,11 +275,11 @@ def with_tops(
         ConfigError: if no tap keeps that many, or the model has fewer.
     """
     found = tuple(
-        replace(tap, top=tops.get(tap.kind.group) or tap.kind.top) if tap.kind.largest_of else tap
+        replace(tap, top=tops.get(tap.kind.option) or tap.kind.top) if tap.kind.largest_of else tap
         for tap in taps
     )
     for group, top in tops.items():
-        flag, sized = flag_of(group), [tap for tap in found if tap.top and tap.kind.group == group]
+        flag, sized = flag_of(group), [tap for tap in found if tap.top and tap.kind.option == group]
         if top is not None and top < 1:
             raise ConfigError(f"{flag} must be at least 1, got {top}")
         if top is not None and not sized:
@@ -294,7 +295,7 @@ def with_tops(
 
 def tops_of(taps: Iterable[Tap], arch: Arch, seq_len: int) -> dict[str, int]:
     """Return how many values taps keep, by the option that says so."""
-    return {t.kind.group: t.shape(arch, seq_len)[-1] for t in taps if t.kind.largest_of}
+    return {t.kind.option: t.shape(arch, seq_len)[-1] for t in taps if t.kind.largest_of}
 
 
 def place_of(tap: Tap, arch: Arch) -> tuple[int, int, int, tuple[int, ...]]:
@@ -303,16 +304,25 @@ def place_of(tap: Tap, arch: Arch) -> tuple[int, int, int, tuple[int, ...]]:
         return arch.num_layers, arch.num_layers, len(SITES), tap.heads
     last = arch.num_layers if tap.kind.stage == AFTER else -1
     layer = last if tap.layer is None else tap.layer
-    return tap.layers_needed(arch), layer, [*SITES].index(tap.site), tap.heads
+    return tap.layers_needed(arch), layer, [*SITES, *LENSES].index(tap.site), tap.heads
 
 
 def computed_as(tap: Tap) -> Tap:
-    """The tap that computes a tap's value: a block's input is the output of the one before it."""
+    """The tap that computes a tap's value.
+
+    A block's input is the output of the one before it, and a lens reads a block's output.
+    """
+    if tap.site in LENSES:
+        return Tap("resid_post", tap.layer)
     return Tap("resid_post", tap.layer - 1) if tap.site == "resid_pre" and tap.layer else tap
 
 
 def _in_order(taps: Iterable[Tap]) -> tuple[Tap, ...]:
     return tuple(map(Tap.from_name, sorted_taps(tap.name for tap in taps)))
+
+
+def _site(name: str) -> Site | None:
+    return SITES.get(name) or LENSES.get(name)
 
 
 def _parse_item(item: str, arch: Arch) -> set[Tap]:
@@ -327,7 +337,7 @@ def _parse_item(item: str, arch: Arch) -> set[Tap]:
             for site in GROUPS[site_name]
             for tap in _parse_item(site + item.removeprefix(site_name), arch)
         }
-    site = SITES.get(site_name) or GRADIENTS.get(site_name)
+    site = _site(site_name) or GRADIENTS.get(site_name)
     if site is None:
         raise _unknown_site_error(item, site_name, arch)
     if not site.layered:

@@ -31,8 +31,9 @@ from spile.dataset.records.table import Table
 from spile.dataset.records.unit_table import UnitColumns
 from spile.models.files.checkpoint import Checkpoint
 from spile.models.files.encoders.sae import SparseEncoder
+from spile.models.files.lenses import Lens
 from spile.models.objectives import Objective
-from spile.models.sites import AFTER_BLOCKS
+from spile.models.sites import AFTER_BLOCKS, LENSES
 from spile.models.splices import Splice
 from spile.models.taps import Tap
 from spile.plan.pooling import spans_of
@@ -58,6 +59,7 @@ class ExtractionJob:
     splices: tuple[Splice, ...] = ()  # changes inside the model, in order
     compares: bool = False  # whether an engine's log-probabilities are compared with the model's
     objective: Objective | None = None  # what gradients are of, if they are tapped
+    lens: Lens | None = None  # whose predictions are tapped
 
     @property
     def units(self) -> UnitColumns:
@@ -87,7 +89,7 @@ class ExtractionJob:
 
     @property
     def needs_head(self) -> bool:
-        return any(tap.site in AFTER_BLOCKS for tap in self.reached)
+        return any(tap.site in (*AFTER_BLOCKS, *LENSES) for tap in self.reached)
 
     def reader(self, processes: int = 1) -> CorpusReader:
         """`processes`: number that render chats, apart from this one."""

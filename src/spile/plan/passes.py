@@ -16,6 +16,7 @@ from spile.models.files.checkpoint import open_checkpoint
 from spile.models.objectives import objective_of
 from spile.models.taps import parse_taps, tops_of
 from spile.plan.encoders import each_source, find_encoders, gain_before, stored_taps
+from spile.plan.lenses import find_lens
 from spile.plan.resolve import completed_recipe, pinned_recipe, refuse_ingested
 from spile.plan.tapped import taps_of
 
@@ -40,7 +41,7 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
             "--add-taps adds taps, --more and --add-corpus add documents; use one, then the other"
         )
     # Options that are not given come from the dataset, except those that belong to taps.
-    none = dict.fromkeys(("encode_source", "latents", "objective", *TOPS))
+    none = dict.fromkeys(("encode_source", "latents", "lens", "lens_source", "objective", *TOPS))
     stored = dataclasses.replace(table.recipe, encode={}, **none)
     added = dataclasses.replace(recipe, taps=recipe.add_taps, add_taps=None)
     asked = pinned_recipe(completed_recipe(added, stored))
@@ -62,6 +63,7 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
     encoders = find_encoders(asked, taps, checkpoint.arch, partial(gain_before, checkpoint))
     compute_dtype = asked.compute_dtype or table.recipe.compute_dtype
     objective = objective_of(asked.objective, taps, compute_dtype)
+    lens = find_lens(asked, taps, checkpoint.arch)
     settled = dataclasses.replace(
         table.recipe,
         model_source=lasting(asked.model),
@@ -70,6 +72,8 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
         taps=tuple(tap.name for tap in taps),
         encode={tap: encoder.sae.identity() for tap, encoder in encoders.items()},
         latents=asked.latents,
+        lens=lens.identity if lens else None,
+        lens_source=lasting(asked.lens) if asked.lens else None,
         **(dict.fromkeys(TOPS) | tops_of(taps, checkpoint.arch, table.recipe.seq_len)),
         objective=objective and objective.identity,
         compute_dtype=compute_dtype,

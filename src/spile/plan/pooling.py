@@ -24,7 +24,7 @@ from spile.corpus.units import sampled_files
 from spile.dataset.codec.quantization import QUANTIZED
 from spile.dataset.format import MAX_WIDTH, covariance_width
 from spile.models.config.arch import Arch
-from spile.models.sites import BLOCK
+from spile.models.sites import BLOCK, LENSES
 from spile.models.taps import Tap, parse_taps, place_of
 
 
@@ -88,6 +88,8 @@ def refuse_sums(
             f"{asked}: {store_dtype} saves little where one row stands for many tokens; "
             "give --store-dtype bfloat16, float16 or float32"
         )
+    if any(tap.site in LENSES for tap in taps):
+        raise ConfigError(f"{asked}: a lens predicts after each token; leave lens_top out")
     ids = [tap.name for tap in taps if tap.dtype(store_dtype).startswith("int")]
     if ids:
         raise ConfigError(

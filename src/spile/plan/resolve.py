@@ -64,6 +64,7 @@ from spile.plan.growth import (
     refuse_other_growth,
 )
 from spile.plan.job import ExtractionJob, open_reader, prepare_documents
+from spile.plan.lenses import find_lens
 from spile.plan.pooling import reducing, refuse_missing_spans, refuse_pool
 from spile.plan.roofline import cpu_unit_tokens
 from spile.plan.splices import (
@@ -126,6 +127,7 @@ def resolve(
     checkpoint = open_checkpoint(recipe.model, recipe.lora)
     taps = taps_of(recipe, checkpoint.arch)
     encoders = find_encoders(recipe, taps, checkpoint.arch, partial(gain_before, checkpoint))
+    lens = find_lens(recipe, taps, checkpoint.arch)
     splices = find_splices(recipe.splice, () if stored else taps, checkpoint.arch)
     known = stored or like
     further = _further_sources(known) if known else ()
@@ -153,6 +155,8 @@ def resolve(
         splice_source=each_splice_source(recipe.splice, lambda _, path: lasting(path))
         if recipe.splice and splices
         else None,
+        lens=lens.identity if lens else None,
+        lens_source=lasting(recipe.lens) if recipe.lens else None,
     )
     objective = objective_of(recipe.objective, taps, compute)
     if objective and (why := no_gradient(platform, checkpoint.arch, compute)):
@@ -191,7 +195,7 @@ def resolve(
     return ExtractionJob(
         table.recipe, table, checkpoint, tokenizer, files, taps, reading, encoders, splices,
         compares=table.recipe.compares and ledger.of_pass is None,
-        objective=objective,
+        objective=objective, lens=lens,
     )  # fmt: skip
 
 
@@ -260,6 +264,7 @@ def completed_recipe(recipe: Recipe, stored: ResolvedRecipe, *, moves: bool = Fa
         "template": stored.template_source,
         "encode": stored.encode_source,
         "splice": stored.splice_source,
+        "lens": stored.lens_source,
         "taps": ",".join(stored.taps),
         "keep": keep_spelled(stored.keep),
     }
@@ -335,6 +340,8 @@ def _alike(recipe: Recipe, like: ResolvedRecipe) -> Recipe:
         like = dataclasses.replace(like, lora_source=None, splice_source=None)
     if recipe.taps is not None and recipe.encode is None:
         like = dataclasses.replace(like, encode_source=None, latents=None)
+    if recipe.taps is not None and recipe.lens is None:
+        like = dataclasses.replace(like, lens_source=None)
     if recipe.taps is not None:
         like = dataclasses.replace(like, **dict.fromkeys((*TOPS, "objective")))
     return dataclasses.replace(completed_recipe(recipe, like), **given)

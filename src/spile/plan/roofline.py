@@ -26,7 +26,7 @@ from spile.models.config.specs import (
 from spile.models.files.encoders.sae import AT_ONCE, SparseEncoder
 from spile.models.layout import Cuts
 from spile.models.objectives import Objective
-from spile.models.sites import AFTER_BLOCKS, ALL_MIXERS
+from spile.models.sites import AFTER_BLOCKS, ALL_MIXERS, LENSES
 from spile.models.splices import Splice
 from spile.models.taps import Tap
 from spile.plan.chips import Chip
@@ -112,7 +112,7 @@ class Workload:
 
     @property
     def head(self) -> bool:
-        return any(tap.site in AFTER_BLOCKS for tap in (*self.taps, *self.aims))
+        return any(tap.site in (*AFTER_BLOCKS, *LENSES) for tap in (*self.taps, *self.aims))
 
     @property
     def aims(self) -> tuple[Tap, ...]:
@@ -158,6 +158,7 @@ class Workload:
         # Encoders and the arrays of splices are replicated on every device.
         values = self._encoding + sum(splice.values for splice in self.splices if splice.sae)
         small = 4 * sum(splice.values for splice in self.splices if not splice.sae)
+        values += len(self._lens_layers) * self.arch.width**2
         return held + values * self.item + small
 
     @cached_property
@@ -211,10 +212,12 @@ class Workload:
             return 2 * self.stored + self._own * sum(widths) * self.item
         if self.pool and not self.encoders and not self.labels:  # and one tap's values as computed
             return 2 * self.stored + self._own * widest * self.item
-        late = self.store_dtype in QUANTIZED or self.encoders or self.labels
+        late = self.store_dtype in QUANTIZED or self.encoders or self.labels or self._lens_layers
         met = activation_dtype(self.compute_dtype) if late else self.store_dtype
         others = () if self.other is None else (self.other,)
-        held = self._held(sum(self._met_bytes(tap, met) for tap in (*self.taps, *others)))
+        taken = sum(self._met_bytes(tap, met) for tap in (*self.taps, *others))
+        taken += len(self._lens_layers) * self.arch.width * self.item
+        held = self._held(taken)
         return self.stored + held + deviations
 
     def tap_bytes(self, tap: Tap) -> int:
@@ -343,7 +346,9 @@ class Workload:
         total += sum(splice.flops for splice in self.splices)
         if self.pool == JACOBIAN and self.other:  # each channel takes a pass back
             total *= 1 + self.other.width(self.arch, self.seq_len)
+        read = self.arch.vocab_size // self._ways("vocab") + self.arch.width
         beside = self._encoding + (self._products if self.labels else 0)
+        beside += len(self._lens_layers) * self.arch.width * read
         return total * self._own + self._held(2 * beside)
 
     @cached_property
@@ -479,6 +484,11 @@ class Workload:
     def _encoding(self) -> int:
         """Number of values in the encoders' matrices."""
         return sum(each.sae.width * each.sae.latents for each in self.encoders.values())
+
+    @property
+    def _lens_layers(self) -> set[int | None]:
+        """The layers at which a lens predicts."""
+        return {tap.layer for tap in self.taps if tap.site in LENSES}
 
     def _row_bytes(self, tap: Tap, dtype: str) -> int:
         encoder = self.encoders.get(tap.name)

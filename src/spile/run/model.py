@@ -55,6 +55,7 @@ from spile.models.layout import ONE_DEVICE, Cuts, parse_layout
 from spile.models.sites import SPLICED
 from spile.models.taps import Tap, parse_taps, with_tops
 from spile.plan.compute_dtype import settled_compute_dtype
+from spile.plan.lenses import refuse_lens
 from spile.plan.residency import Machine, Residency, choose_residency
 from spile.plan.roofline import Workload
 from spile.run.pipeline.display import waiting
@@ -229,6 +230,7 @@ class Model:
         rows, seq = ids.shape
         tops = {"attn_top": attn_top, "top_logits": top_logits}
         chosen = with_tops(parse_taps(taps, self.arch), tops, self.arch, seq)
+        refuse_lens(chosen, f"taps={taps!r}")
         inputs = self._divided(ids, segments, spliced=bool(changes))
         attention = self._attention()
         if isinstance(self._weights, SweptModel):

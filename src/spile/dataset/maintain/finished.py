@@ -16,7 +16,7 @@ from spile.core.config import flag_of
 from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.identity import summed_digest
 from spile.core.recipe import TOPS, ResolvedRecipe
-from spile.core.tap_order import LARGEST
+from spile.core.tap_order import LARGEST, OF_A_LENS
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.codec.statistics import TapStats
@@ -170,7 +170,13 @@ def with_taps(recipe: ResolvedRecipe, kept: Collection[str]) -> ResolvedRecipe:
     latents = recipe.latents if encode else None
     source = recipe.encode_source if encode else None
     sites = {tap.partition(".")[0] for tap in taps}
-    tops = {name: None for name, largest in LARGEST.items() if sites.isdisjoint(largest)}
+    tops: dict[str, Any] = {
+        name: None
+        for name, largest in LARGEST.items()
+        if sites.isdisjoint((*largest, *OF_A_LENS) if name == "top_logits" else largest)
+    }
+    if sites.isdisjoint(OF_A_LENS):
+        tops |= {"lens": None, "lens_source": None}
     return replace(
         recipe, taps=tuple(taps), encode=encode, latents=latents, encode_source=source, **tops
     )
@@ -187,13 +193,15 @@ def _one_recipe(url: str, recipes: Sequence[ResolvedRecipe]) -> ResolvedRecipe:
     for other in encoded[1:]:
         if other.latents != encoded[0].latents:
             raise _two_recipes_error(url, "latents", encoded[0], other)
-    tops: dict[str, int | None] = {}
-    for name in TOPS:
+    tops: dict[str, Any] = {}
+    for name in (*TOPS, "lens"):
         sized = [recipe for recipe in (first, *others) if getattr(recipe, name) is not None]
         for other in sized[1:]:
             if getattr(other, name) != getattr(sized[0], name):
                 raise _two_recipes_error(url, name, sized[0], other)
         tops[name] = getattr(sized[0], name) if sized else None
+        if name == "lens":
+            tops["lens_source"] = sized[0].lens_source if sized else None
     return replace(
         first,
         taps=tuple(tap for recipe in (first, *others) for tap in recipe.taps),

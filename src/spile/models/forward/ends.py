@@ -4,6 +4,7 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
+from collections.abc import Collection
 from functools import partial
 
 import jax.numpy as jnp
@@ -127,13 +128,31 @@ def gaps(
     return jnp.abs(own - claimed)
 
 
+def head_values(
+    outer: WeightArrays, stream: Hidden, arch: Arch, wanted: Collection[str], tops: dict[str, int]
+) -> SiteValues:
+    """What the model's norm and head say of values that stand for the last stream.
+
+    Args:
+        wanted: sites that do not ask which token is next.
+    """
+    normed = own_norm(stream, "final_norm", block=outer, arch=arch)
+    none = jnp.zeros(stream.shape[:2], jnp.int32)
+    predict = partial(_predicted, arch, {site: [] for site in wanted}, tops)
+    found = partial(predict, weights=_head_arrays(outer))
+    return in_slices(found, (normed, none, none > 0), _head_slices(normed, arch))
+
+
+def _head_arrays(outer: WeightArrays) -> WeightArrays:
+    head = outer["embed"] if "head" not in outer else outer["head"]
+    return {"head": head, **({"head_bias": outer["head_bias"]} if "head_bias" in outer else {})}
+
+
 def _head_of(outer: WeightArrays, run: ForwardPass) -> tuple[WeightArrays, Places, Array]:
     """Return the head's arrays, the token after each, and whether there is one."""
-    head = outer["embed"] if "head" not in outer else outer["head"]
-    bias = {"head_bias": outer["head_bias"]} if "head_bias" in outer else {}
     following = jnp.roll(run.tokens, -1, axis=1)
     has_next = (jnp.roll(run.segments, -1, axis=1) == run.segments).at[:, -1].set(False)
-    return {"head": head, **bias}, following, has_next
+    return _head_arrays(outer), following, has_next
 
 
 def _head_slices(hidden: Hidden, arch: Arch) -> int:

@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+import xxhash
 
 from spile.core.config import activation_dtype
 from spile.core.pool import reduces
-from spile.core.tensors import DTYPES_BY_NAME
+from spile.core.tensors import DTYPES_BY_NAME, as_bytes
 from spile.core.threads import NEVER, cancellation
 from spile.corpus.pack import Batch, PackedUnit
 from spile.dataset.codec.quantization import DECODED, INT8_MAX
@@ -34,6 +35,7 @@ from spile.models.forward.splice import load_changes
 from spile.models.forward.streamed import EmbeddingRows, SweptModel, load_blocks
 from spile.models.forward.weights import ArrayLoader, LayerSchedule, Params, abstract_params
 from spile.models.layout import Cuts
+from spile.models.sites import LENSES
 from spile.plan.job import ExtractionJob, prepare_unit
 from spile.plan.residency import Residency
 from spile.run.step.resident import ResidentStep
@@ -203,10 +205,12 @@ class StepLoader:
             encoders[tap] = device_arrays(arrays, computed)
             hashes |= {f"encoder of {tap}: {name}": digest for name, digest in digests.items()}
         changes, digests = load_changes(job.splices, computed, self._shards)
+        lenses, own = self._lens_arrays(computed)
         settings = StepSettings(
             arch=job.checkpoint.arch,
             taps=job.computed,
             beside=job.beside,
+            lens_adds=job.lens.adds if job.lens else None,
             schedule=self._schedule,
             place=StepDevices(self.device, self._shards),
             compute_dtype=recipe.compute_dtype,
@@ -219,7 +223,25 @@ class StepLoader:
             objective=job.objective,
             remat=bool(self.recomputes),
         )
-        return settings, Extras({}, encoders, tuple(changes.values())), hashes | digests
+        extras = Extras({}, encoders, tuple(changes.values()), lenses)
+        return settings, extras, hashes | digests | own
+
+    def _lens_arrays(self, dtype: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Return a lens's arrays by the first tap of each layer that reads it, and their hashes."""
+        lens, found, hashes = self.job.lens, dict[str, dict[str, Any]](), dict[str, str]()
+        layers = set[int | None]()
+        for tap in self.job.taps if lens else ():
+            if tap.site not in LENSES or tap.layer in layers:
+                continue
+            layers.add(tap.layer)
+            assert lens and tap.layer is not None
+            arrays = lens.load(tap.layer)
+            for name, array in arrays.items():
+                digest = xxhash.xxh3_128_hexdigest(as_bytes(array))
+                hashes[f"lens at layer {tap.layer}: {name}"] = digest
+            arrays["matrix"] = arrays["matrix"].astype(DTYPES_BY_NAME[dtype])
+            found[tap.name] = {**arrays}
+        return found, hashes
 
     @property
     def _swept(self) -> bool:

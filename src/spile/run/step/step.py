@@ -38,6 +38,7 @@ from spile.models.forward.decoder import AFTER, BEFORE, GAPS, Beside, Decoder, I
 from spile.models.forward.gradient import cotangents_of, linearized
 from spile.models.forward.jacobian import jacobian_sums, prompts_of
 from spile.models.forward.kernels.attention import chosen_kernels, for_platform
+from spile.models.forward.lens import LensHead
 from spile.models.forward.pooling import Pooling
 from spile.models.forward.sharding import PINNED, Shards, local_runs, put
 from spile.models.forward.weights import LayerSchedule, Params, WeightArrays
@@ -403,6 +404,7 @@ class StepSettings:
     compares: bool = False  # whether an engine's log-probabilities are compared
     objective: Objective | None = None  # what gradients among the taps are of
     remat: bool = True  # blocks are computed again for them, instead of keeping what they need
+    lens_adds: bool | None = None  # whether a lens adds its map to the stream; None: there is none
 
     @property
     def _backward(self) -> bool:
@@ -481,9 +483,15 @@ class StepSettings:
         extras: Extras,
         inputs: StepInputs,
         part: int,
+        outer: WeightArrays,
     ) -> Computed:
-        """Bring values into their stored form; see `StoredForm.rows`."""
-        form = StoredForm(taps, encoders, self.store_dtype, self.place.shards)
+        """Bring values into their stored form; see `StoredForm.rows`.
+
+        Args:
+            outer: the model's norm and head, if a lens reads them.
+        """
+        lens = None if self.lens_adds is None else LensHead(self.arch, self.lens_adds, outer)
+        form = StoredForm(taps, encoders, self.store_dtype, self.place.shards, lens)
         shards, gaps = self.place.shards, values.get(GAPS)
         if gaps is not None and shards:
             gaps = jax.lax.with_sharding_constraint(gaps, shards.whole)
@@ -516,7 +524,7 @@ class StepSettings:
             return self._jacobians(params, extras.changes, inputs, contexts)
         values = self.values(params, extras.changes, inputs.read, contexts)
         taps = {tap.name: tap for tap in self.taps}
-        return self.stored(values, taps, self.encoders, extras, inputs, part)
+        return self.stored(values, taps, self.encoders, extras, inputs, part, params.outer)
 
     def _jacobians(
         self, params: Params, changes: tuple[Partial, ...], inputs: StepInputs, contexts: int
@@ -557,9 +565,10 @@ class StepSettings:
     def _carried(self) -> str:
         """The dtype of tapped values until they are stored.
 
-        Quantized values and latents are made from computed values, after the last block.
+        Quantized values, latents and a lens's predictions are made from computed values.
         """
         late = self.store_dtype in QUANTIZED or self.encoders or self.pool == COVARIANCE
+        late = late or self.lens_adds is not None
         return self.computed if late else self.store_dtype
 
     @property

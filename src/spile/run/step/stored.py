@@ -22,10 +22,12 @@ from spile.core.recipe import latent_names
 from spile.dataset.codec.quantization import FLOAT8, FLOAT8_MAX, INT8_MAX, QUANTIZED
 from spile.dataset.format import scale_name
 from spile.models.files.encoders.sae import Arrays, SparseEncoder
+from spile.models.forward.lens import LensHead
 from spile.models.forward.pooling import Pooling, products_by_label
 from spile.models.forward.sharding import P, Shards
 from spile.models.forward.sparse_latents import top_latents
 from spile.models.layout import AXES
+from spile.models.sites import LENSES
 from spile.models.taps import Tap
 
 # Sums by name: for each part of a run (and each channel), as `_reduce` returns them, or `PRODUCTS`.
@@ -44,6 +46,8 @@ class Extras:
     scales: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of channels, by stored name
     encoders: Mapping[str, Arrays] = field(default_factory=dict[str, Arrays])  # by tap
     changes: tuple[Partial, ...] = ()  # of the spliced taps, in their order
+    # Of a lens, by the first tap of each layer that holds its predictions.
+    lenses: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class StoredForm:
     encoders: Mapping[str, SparseEncoder]  # of taps that are stored as latents
     store_dtype: str
     shards: Shards | None
+    lens: LensHead | None = None  # if some taps hold a lens's predictions
 
     def parts(
         self,
@@ -151,6 +156,7 @@ class StoredForm:
                 counted["clipped"] = encoded.clipped
             reduced[name] = reduce(encoded.decoded, real, counted)
 
+        values = {**values, **self._predictions(values, extras, len(counts))}
         for name, tap in self.taps.items():
             if name not in self.encoders:
                 keep(name, values[name], tap.dtype(self.store_dtype), tap.kind.least)
@@ -160,6 +166,29 @@ class StoredForm:
             keep(latents, top.values, self.store_dtype, truncated=top.beyond.astype(jnp.int32))
             keep(ids, top.ids, self.encoders[name].id_dtype)
         return rows, reduced
+
+    def _predictions(
+        self, values: Mapping[str, Array], extras: Extras, rows: int
+    ) -> dict[str, Array]:
+        """Return a lens's predictions by tap, from the streams that come in place of them."""
+        by_layer: dict[int | None, list[str]] = {}
+        for name, tap in self.taps.items():
+            if tap.site in LENSES:
+                by_layer.setdefault(tap.layer, []).append(name)
+        found: dict[str, Array] = {}
+        for names in by_layer.values():
+            assert self.lens
+            stream = values[names[0]]
+            stream = stream.reshape(rows, -1, stream.shape[-1])
+            stream = self.shards.rows(stream) if self.shards else stream
+            arrays = next(extras.lenses[name] for name in names if name in extras.lenses)
+            sites = {name: self.taps[name].site for name in names}
+            top = max(self.taps[name].top for name in names)
+            predicted = self.lens.predictions(arrays, stream, [*sites.values()], top)
+            for name, site in sites.items():
+                flat = predicted[site].reshape(-1, *predicted[site].shape[2:])
+                found[name] = self.shards.runs(flat) if self.shards else flat
+        return found
 
 
 def joined(values: Mapping[str, Array], beside: str) -> dict[str, Array]:

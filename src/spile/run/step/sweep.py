@@ -42,6 +42,7 @@ from spile.models.forward.decoder import (
 from spile.models.forward.sharding import PINNED
 from spile.models.forward.streamed import Passing, SpilledStreams, SweptModel, walk
 from spile.models.forward.weights import Params, WeightArrays
+from spile.models.sites import LENSES
 from spile.models.taps import Tap
 from spile.run.step.step import (
     Computed,
@@ -93,6 +94,9 @@ def _stored_names(tap: str) -> list[str]:
     return [*names, *map(scale_name, names)]
 
 
+_OUTER = "outer."  # before the names of arrays outside the blocks, in a block's program
+
+
 @dataclass(frozen=True)
 class _SweptStage:
     """One stage of a sweep: its taps and splices, and the arrays that they need."""
@@ -109,6 +113,19 @@ class _SweptStage:
         return tuple(map(of_any_block, self.taps))
 
     @cached_property
+    def forms(self) -> tuple[Tap, ...]:
+        """The taps as they are stored, by slot, without their layer."""
+        return tuple(
+            replace(tap, layer=0) if tap.site in LENSES else local
+            for tap, local in zip(self.taps, self.local, strict=True)
+        )
+
+    @property
+    def reads_head(self) -> bool:
+        """Whether a lens predicts here, so that a block's program has the head, too."""
+        return any(tap.site in LENSES for tap in self.taps)
+
+    @cached_property
     def key(self) -> tuple[Any, ...]:
         """What identifies the program of this stage: equal for blocks of a kind."""
         changes = self.extras.changes
@@ -116,6 +133,7 @@ class _SweptStage:
             self.stage,
             self.ends,
             self.local,
+            self.forms,
             tuple(self.encoders.items()),
             jax.tree.structure(changes),
             tuple(array.shape for array in jax.tree.leaves(changes)),
@@ -129,17 +147,20 @@ class _SweptStage:
         is ready when the others are: a stream cannot be waited for once the next stage has taken
         its memory.
         """
-        taps = {str(number): tap for number, tap in enumerate(self.local)}
+        taps = {str(number): tap for number, tap in enumerate(self.forms)}
+        computed = {str(number): tap.name for number, tap in enumerate(self.local)}
 
         def run(
             weights: WeightArrays, extras: Extras, stream: Any, beside: Beside, inputs: StepInputs
         ) -> tuple[Any, ...]:
+            outer = {n.removeprefix(_OUTER): a for n, a in weights.items() if n.startswith(_OUTER)}
+            own = {name: a for name, a in weights.items() if not name.startswith(_OUTER)}
             stream, onward, found = settings.stage_values(
-                self.stage, weights, extras.changes, (stream, beside), inputs.read, contexts
+                self.stage, own, extras.changes, (stream, beside), inputs.read, contexts
             )
-            values = {slot: found[tap.name] for slot, tap in taps.items()}
+            values = {slot: found[name] for slot, name in computed.items()}
             values |= {GAPS: found[GAPS]} if GAPS in found else {}
-            made = settings.stored(values, taps, self.encoders, extras, inputs, part)
+            made = settings.stored(values, taps, self.encoders, extras, inputs, part, outer)
             return made, None if self.ends else stream, onward, inputs.counts + 0
 
         kind = self.stage.kind
@@ -219,6 +240,7 @@ class Sweep:
                 _renamed(taps, extras.scales),
                 _renamed(taps, extras.encoders),
                 tuple(changes[tap] for tap in spliced[number]),
+                _renamed(taps, extras.lenses),
             )
             local = tuple(dict.fromkeys(map(of_any_block, taps)))
             stage = Stage(kind, local, tuple(map(of_any_block, spliced[number])), scores_all)
@@ -276,7 +298,11 @@ class Sweep:
         stage = self._stages[number]
         programs = self._programs_for(number, each.batch, each.runs)
         made, stream, onward, done = programs.run(
-            self._used(number, weights), stage.extras, each.stream, beside, each.inputs
+            self._used(number, weights, self._ready.outer),
+            stage.extras,
+            each.stream,
+            beside,
+            each.inputs,
         )
         each.gaps = self._place.fetch(made.gaps) if made.gaps is not None else each.gaps
         if made.rows:
@@ -310,7 +336,7 @@ class Sweep:
             runs,
             lambda: stage.program(self.settings, contexts, runs.size),
             lambda: (
-                self._used(number, self._weight_shapes(number)),
+                self._used(number, self._weight_shapes(number), self._shapes.outer),
                 stage.extras,
                 *self._entering(number, batch),
                 input_shapes(batch, self._place),
@@ -321,12 +347,20 @@ class Sweep:
         inside = isinstance(self._kinds[number + 1], Layer)
         return self._shapes.tail[number] if inside else self._shapes.outer
 
-    def _used(self, number: int, weights: WeightArrays) -> WeightArrays:
-        """Return the arrays that a stage uses, of those of a block or those outside the blocks."""
+    def _used(self, number: int, weights: WeightArrays, outer: WeightArrays) -> WeightArrays:
+        """Return the arrays that a stage uses.
+
+        Args:
+            weights: those of a block, or those outside the blocks.
+            outer: those outside the blocks. A block whose stream a lens reads has its head, too.
+        """
         kind, arch = self._kinds[number + 1], self.settings.arch
-        if isinstance(kind, Layer):
-            return weights
         late = {spec.name for spec in head_specs(arch)}
+        if isinstance(kind, Layer):
+            if not self._stages[number].reads_head:
+                return weights
+            late |= {"embed"} if arch.tied_head else set()
+            return {**weights, **{_OUTER + name: outer[name] for name in late if name in outer}}
         if kind == BEFORE:
             late |= {"embed"} if self._options.looks_up else set()
             return {name: array for name, array in weights.items() if name not in late}
