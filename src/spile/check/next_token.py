@@ -13,7 +13,7 @@ _ROWS_AT_ONCE = 256  # of logits in float64: a whole context with a large vocabu
 
 
 def next_token(logits: Tensor, ids: Tensor, tops: Mapping[str, int]) -> dict[str, Tensor]:
-    """Return the values of each site after the head; what the last token has none of is 0.
+    """Return the values of each site after the head; 0 where they need a next token and none is.
 
     Args:
         tops: how many of the largest to keep, by site.

@@ -183,7 +183,7 @@ class SampledRows:
         return np.concatenate([parts[0][0], parts[0][1] / np.where(scale > 0, scale, 1)], axis=1)
 
     def another(self, values: np.ndarray) -> np.ndarray:
-        """Return rows that are surely wrong: those of the token before, or of the first alone."""
+        """Return rows that are wrong for sure: those of the token before, or of the first alone."""
         if self.by is None:
             return np.roll(values, 1, axis=0)
         return np.stack([self._row(values[each[:1]].astype(np.float64)) for each in self.members])

@@ -26,7 +26,7 @@ from spile.compile.collectives import Collective, added, read_collectives, sent_
 from spile.compile.targets import CompileTarget
 from spile.core.config import Recipe, Runtime, activation_dtype
 from spile.core.errors import ConfigError
-from spile.core.pool import COVARIANCE, Pool
+from spile.core.pool import COVARIANCE, JACOBIAN, Pool
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.corpus.pack import Batch, labels_for, slots_for
 from spile.models.config.arch import Arch
@@ -381,7 +381,7 @@ def _said(work: Workload, target: CompileTarget) -> list[str]:
     said: list[str] = []
     if work.labels:
         said.append(f"sums of {work.labels} labels in a unit; more take as much memory each")
-    elif work.pool:
+    elif work.pool not in (None, JACOBIAN):
         said.append(f"room for {work.slots} documents or other spans in each row")
     if target.chip is None:
         return [*said, "unknown device: no estimate of its speed"]

@@ -11,7 +11,7 @@ def taps_of(recipe: Recipe, arch: Arch) -> tuple[Tap, ...]:
     """Return the taps that `--taps` names, in the order in which the model computes them.
 
     Raises:
-        ConfigError: if the model does not have one, or has fewer values than a tap shall keep.
+        ConfigError: if the model lacks one, or has fewer values than a tap is to keep.
     """
     taps = parse_taps(recipe.taps or "", arch)
     tops = {name: getattr(recipe, name) for name in TOPS}

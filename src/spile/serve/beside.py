@@ -70,7 +70,7 @@ def next_tokens(
 def keys(
     dataset: Dataset, texts: PageTexts, document: Document, offset: int, tap: str, head: int
 ) -> dict[str, Any]:
-    """Return the tokens that a head weighs most at one, with their weights, largest first."""
+    """Return the tokens that a head weighs most from a given token, largest weight first."""
     if tap not in {each["tap"] for each in attended(dataset)}:
         raise ConfigError(f"{tap!r} holds no weights of keys; extract with --taps attn_top")
     heads = _heads(dataset, tap)

@@ -145,7 +145,7 @@ def direction_between(dataset: Dataset, means: MeanRows, tap: str) -> dict[str, 
 
 
 def accuracies(means: MeanRows) -> dict[str, Any]:
-    """Return, for each tap, how many of the held-out documents a linear probe tells apart.
+    """Return, for each tap, how many held-out documents a linear probe classifies correctly.
 
     Half of the documents of each label are held out.
     """
@@ -170,7 +170,7 @@ def accuracies(means: MeanRows) -> dict[str, Any]:
 
 
 def _told(rows: np.ndarray, positive: np.ndarray, held: np.ndarray) -> np.ndarray:
-    """Return what ridge regression on the other documents says of those that are held out.
+    """Predict the held-out documents by ridge regression on the others.
 
     The penalty is the one of least squared error when each document is left out in turn.
     """

@@ -338,7 +338,7 @@ def _means(ds: Dataset, tap: str, groups: _Groups, over: MeanOver) -> np.ndarray
 def _samples(
     ds: Dataset, tap: str, groups: _Groups, over: MeanOver, means: np.ndarray
 ) -> Iterator[np.ndarray]:
-    """Yield what the covariance is of, less the mean of its group: documents, or tokens."""
+    """Yield the samples of the covariance (documents or tokens), minus their group's mean."""
     begun: dict[int, tuple[np.ndarray, int]] = {}  # sums of documents, and how many rows they hold
     for rows, places, tokens in _windows(ds, tap, groups):
         wide = rows.astype(np.float64)
