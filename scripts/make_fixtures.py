@@ -37,6 +37,8 @@ EXTRACTED = {
     "chat": ["--corpus {in}/chats.jsonl --messages chat --where assistant --taps resid_post:1"],
     "arc": ["--corpus arc:{in}/arc/training --taps resid_post:2"],
     "latents": ["--corpus {in}/docs.jsonl --taps resid_post:1 --encode {in}/sae --latents 12"],
+    "errors": ["--corpus {in}/docs.jsonl --taps resid_post:1 --encode {in}/sae --latents 12 "
+               "--encode-error"],
     "int8": ["--corpus {in}/docs.jsonl --taps resid_post:1 --store-dtype int8"],
     "float8": ["--corpus {in}/docs.jsonl --taps resid_post:1 --store-dtype float8_e4m3"],
     "compressed": [f"{TEXT} --store-dtype bfloat16 --compress"],

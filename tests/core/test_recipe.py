@@ -55,6 +55,7 @@ OTHER: dict[str, Any] = {
     "encode_source": "saes/b",
     "encode": {"embed": "topk 16 2-cd"},
     "latents": 8,
+    "encode_error": True,
     "attn_top": 3,
     "top_logits": 9,
     "objective": "logprob",

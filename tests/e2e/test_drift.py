@@ -111,7 +111,7 @@ def test_every_field_of_the_recipe_is_tried() -> None:
              "system", "template", "generation_prompt"}  # fmt: skip
     # (Of no text: test_token_ids.py and test_rollouts.py.)
     ids = {"tokens_column", "roles_column", "logprobs_column", "tokens_dtype", "doc_separator"}
-    encoders = {"encode", "latents"}  # test_encode.py
+    encoders = {"encode", "latents", "encode_error"}  # test_encode.py
     # (plan/test_resolve.py, plan/test_passes.py and plan/test_growth.py try those that grow.)
     grown = {"add_taps", "more", "add_corpus"}
     # (test_splice.py, test_reduce.py, test_top_logits.py, test_gradients.py and test_lens_top.py

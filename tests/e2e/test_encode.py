@@ -12,7 +12,7 @@ from chaos.harness import check_refused, run
 from spile.check import compare as recheck
 from spile.check.compare import RowLatents, SparseTap, check
 from spile.core.config import Recipe
-from spile.core.errors import DriftError
+from spile.core.errors import ConfigError, DriftError
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read.latents import top_rows
 from spile.objects import LocalObjects
@@ -120,7 +120,7 @@ def test_the_command_plans_runs_and_says_what_was_cut_off(
 def test_pt_files_and_transcoders_encode_a_whole_model(
     model: Path, corpus: Path, tmp_path: Path
 ) -> None:
-    """A directory of Qwen-Scope and one of circuit-tracer: each tap has its layer's encoder."""
+    """Directories of Qwen-Scope and circuit-tracer: each tap has its layer's encoder, and error."""
     transcoders = saes.write_transcoders(tmp_path / "transcoders", range(2))
     scope = tmp_path / "SAE-Res-Tiny-W1K-L0_9"
     scope.mkdir()
@@ -129,11 +129,11 @@ def test_pt_files_and_transcoders_encode_a_whole_model(
         turned = {n: torch.from_numpy(t).T if t.ndim == 2 else torch.from_numpy(t)
                   for n, t in tensors.items()}  # fmt: skip
         torch.save(turned, scope / f"layer{layer}.sae.pt")
-    taps = "resid_post:0-1,mlp_in:0-1"
+    taps = "resid_post:0-1,mlp_in:0-1,mlp_out:0-1"
     options: dict[str, Any] = {"model": str(model), "corpus": str(corpus), **OPTIONS, "max_docs": 9}
     spile.extract(Recipe(taps=taps, **options), str(tmp_path / "dense"))
-    recipe = Recipe(taps=taps, encode=f"{scope},{transcoders}", latents=80, **options)
-    spile.extract(recipe, str(tmp_path / "out"))
+    options |= {"encode": f"{scope},{transcoders}", "latents": 80, "encode_error": True}
+    spile.extract(Recipe(taps=taps, **options), str(tmp_path / "out"))
     dense, ds = spile.open(str(tmp_path / "dense")), spile.open(str(tmp_path / "out"))
     for layer in range(2):
         for tap, kind in ((f"resid_post.{layer}", "topk"), (f"mlp_in.{layer}", "jumprelu")):
@@ -142,7 +142,45 @@ def test_pt_files_and_transcoders_encode_a_whole_model(
             wanted = saes.plain_encode(rows, tensors, kind, subtract=False)
             found = ds.latents(tap, 0, ds.num_tokens).dense()
             np.testing.assert_allclose(found, wanted, atol=1e-4)
-    assert check(str(tmp_path / "out"), samples=1).ok
+            made = found @ tensors["W_dec"] + tensors["b_dec"]
+            if kind == "jumprelu":
+                made = made + rows @ saes.skip_matrix(layer).T
+                rows = dense.read(f"mlp_out.{layer}", 0, dense.num_tokens)
+            site, _, number = tap.partition(".")
+            error = ds.read(f"{site}_error.{number}", 0, ds.num_tokens)
+            np.testing.assert_allclose(error, rows - made, atol=1e-3)
+    assert ds.taps[:6] == [
+        "mlp_in_latents.0", "mlp_in_latent_ids.0", "mlp_in_error.0", "mlp_out.0",
+        "resid_post_latents.0", "resid_post_latent_ids.0",
+    ]  # fmt: skip
+    # The error of a transcoder needs the rows that it reconstructs.
+    with pytest.raises(ConfigError, match="reconstructs blocks.0.hook_mlp_out, which is not among"):
+        spile.extract(Recipe(taps="resid_post:0-1,mlp_in:0-1", **options), str(tmp_path / "no"))
+    with pytest.raises(ConfigError, match="--encode-error: pooled rows have no error"):
+        spile.extract(Recipe(taps=taps, pool="mean:doc", **options), str(tmp_path / "no"))
+
+
+def test_errors_are_added_copied_and_dropped_with_their_latents(
+    model: Path, corpus: Path, sae: Path, tmp_path: Path
+) -> None:
+    out, copied = str(tmp_path / "out"), str(tmp_path / "copied")
+    options: dict[str, Any] = {**OPTIONS, "max_docs": 9}
+    recipe = Recipe(model=str(model), corpus=str(corpus), taps="mlp_out:0", **options)
+    spile.extract(recipe, out)
+    error = "resid_post_error.1"
+    added = Recipe(add_taps="resid_post:1", encode=str(sae), latents=4, encode_error=True)
+    spile.extract(added, out)
+    ds = spile.open(out)
+    assert ds.taps == ["mlp_out.0", VALUES, IDS, error]
+    assert verify(LocalObjects(Path(out))).ok
+    run("copy", out, copied, "--taps", f"{VALUES},{IDS},{error}")
+    again = spile.open(copied)
+    assert again.recipe.encode_error and again.taps == [VALUES, IDS, error]
+    assert np.array_equal(again.read(error, 0, 50), ds.read(error, 0, 50))
+    result = run("copy", out, tmp_path / "part", "--taps", error)
+    check_refused(result, 2, "what is stored of resid_post.1 goes together")
+    run("drop", out, "--taps", error)
+    assert spile.open(out).taps == ["mlp_out.0"]
 
 
 def test_an_encoder_that_does_not_fit_is_refused_in_one_line(

@@ -96,9 +96,12 @@ def write_transcoders(folder: Path, layers: range, hook: str = "mlp.hook_in") ->
         made = random_tensors("jumprelu", seed=layer)
         turned = np.ascontiguousarray(made.pop("W_enc").T)
         threshold = {"activation_function.threshold": made.pop("threshold")}
-        skip = np.random.default_rng(layer).standard_normal((WIDTH, WIDTH)).astype(np.float32)
-        tensors = {**made, **threshold, "W_enc": turned, "W_skip": skip}
+        tensors = {**made, **threshold, "W_enc": turned, "W_skip": skip_matrix(layer)}
         write_tensors(folder / f"layer_{layer}.safetensors", tensors)
     hooks = f"feature_input_hook: {hook}\nfeature_output_hook: hook_mlp_out\n"
     (folder / "config.yaml").write_text(f"model_kind: transcoder_set\n{hooks}")
     return folder
+
+
+def skip_matrix(layer: int) -> np.ndarray:
+    return np.random.default_rng(layer).standard_normal((WIDTH, WIDTH)).astype(np.float32)

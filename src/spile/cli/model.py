@@ -98,6 +98,7 @@ def add_compile(verbs: Verbs) -> None:
                  "latents", "attn-top", "top-logits", "objective", "splice", "pool",
                  "reduce"):  # fmt: skip
         sub.add(f"--{name}", "as for extract", "X")
+    sub.switch("--encode-error", "as for extract")
 
 
 def compile(arguments: argparse.Namespace) -> None:
@@ -111,7 +112,8 @@ def compile(arguments: argparse.Namespace) -> None:
     from spile.run.pipeline.display import waiting
 
     names = ("model", "taps", "seq_len", "compute_dtype", "store_dtype", "encode", "latents",
-             "attn_top", "top_logits", "objective", "splice", "pool", "reduce")  # fmt: skip
+             "encode_error", "attn_top", "top_logits", "objective", "splice", "pool",
+             "reduce")  # fmt: skip
     recipe = Recipe(**{name: getattr(arguments, name) for name in names})
     names = ("batch_tokens", "mesh", "fsdp")
     runtime = Runtime(

@@ -122,6 +122,10 @@ class Recipe(Options):
         "dense row [the encoder's own k, or 64]",
         named={"all": ALL_LATENTS},
     )
+    encode_error: bool | None = switch(
+        "with --encode, store each row less its reconstruction, too (of a transcoder: the row that "
+        "it reconstructs, which --taps must name)"
+    )
     attn_top: int | None = count(
         "how many keys to store per row and head, largest weights first, if --taps names attn_top "
         "[8]"

@@ -21,13 +21,13 @@ RULES = 2
 # The fields that decide what is computed and stored for each row. The others decide which rows
 # there are.
 OF_EACH_ROW = (
-    "model", "taps", "encode", "latents", "attn_top", "top_logits", "lens", "objective", "splice",
-    "compute_dtype", "store_dtype",
+    "model", "taps", "encode", "latents", "encode_error", "attn_top", "top_logits", "lens",
+    "objective", "splice", "compute_dtype", "store_dtype",
 )  # fmt: skip
 # The subset that a pass (taps added to an existing dataset) may set for itself.
 OF_A_PASS = (
-    "taps", "encode", "latents", "attn_top", "top_logits", "lens", "objective", "compute_dtype",
-    "store_dtype",
+    "taps", "encode", "latents", "encode_error", "attn_top", "top_logits", "lens", "objective",
+    "compute_dtype", "store_dtype",
 )  # fmt: skip
 TOPS = (*LARGEST,)  # how many values taps keep that keep the largest
 # Fields that are left out of a stored recipe if nothing is given: so fingerprints stay as they were
@@ -35,7 +35,9 @@ TOPS = (*LARGEST,)  # how many values taps keep that keep the largest
 _OPTIONAL = (
     "pool", "rows_by", "roles_column", "logprobs_column", "lens", "lens_source", "objective", *TOPS
 )  # fmt: skip
-_LATER: dict[str, Any] = {"splice": (), "splice_source": None, **dict.fromkeys(_OPTIONAL)}
+_LATER: dict[str, Any] = {
+    "splice": (), "splice_source": None, "encode_error": False, **dict.fromkeys(_OPTIONAL)
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,7 @@ class ResolvedRecipe:
     encode: Mapping[str, str] = field(default_factory=dict[str, str])  # identities, by tap
     # Latents to keep per row, if given, or `ALL_LATENTS`.
     latents: int | None = field(default=None, metadata={"least": ALL_LATENTS})
+    encode_error: bool = False  # whether rows less their reconstructions are stored, too
     attn_top: int | None = None  # keys to keep per row and head, if they are tapped
     top_logits: int | None = None  # the same of logits
     objective: str | None = None  # identity of what gradients are of, if they are tapped
@@ -115,7 +118,8 @@ class ResolvedRecipe:
         if tap not in self.encode:
             return (tap,)
         names = latent_names(tap)
-        return names[:1] if self.latents == ALL_LATENTS else names
+        names = names[:1] if self.latents == ALL_LATENTS else names
+        return (*names, error_name(tap)) if self.encode_error else names
 
     @property
     def compares(self) -> bool:
@@ -153,6 +157,7 @@ class ResolvedRecipe:
         everything = json.loads(json.dumps(dataclasses.asdict(self)))
         without = {name for name in _OPTIONAL if getattr(self, name) is None}
         without |= set[str]() if self.splice else {"splice", "splice_source"}
+        without |= set[str]() if self.encode_error else {"encode_error"}
         return {name: value for name, value in everything.items() if name not in without}
 
     @classmethod
@@ -181,6 +186,12 @@ def latent_names(tap: str) -> tuple[str, str]:
     """Return the names under which an encoded tap's latents and their ids are stored."""
     site, dot, layer = tap.partition(".")
     return f"{site}_latents{dot}{layer}", f"{site}_latent_ids{dot}{layer}"
+
+
+def error_name(tap: str) -> str:
+    """Return the name under which the error of an encoded tap's reconstruction is stored."""
+    site, dot, layer = tap.partition(".")
+    return f"{site}_error{dot}{layer}"
 
 
 def _fits(value: Any, kind: Any, least: int) -> bool:

@@ -4,13 +4,14 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from spile.core.config import ALL_LATENTS, Recipe
 from spile.core.errors import ConfigError
 from spile.core.pool import COVARIANCE, JACOBIAN, MOMENTS, beside, is_reduced, reduces
-from spile.core.recipe import latent_names
+from spile.core.recipe import error_name, latent_names
 from spile.dataset.format import TapInfo, covariance_width, jacobian_width
 from spile.models.config.arch import Arch
 from spile.models.config.specs import block_specs
@@ -46,8 +47,9 @@ def find_encoders(
         ConfigError: if an encoder does not fit its tap.
     """
     if recipe.encode is None:
-        if recipe.latents is not None:
-            raise ConfigError("--latents needs --encode")
+        if recipe.latents is not None or recipe.encode_error:
+            flag = "--encode-error" if recipe.latents is None else "--latents"
+            raise ConfigError(f"{flag} needs --encode")
         return {}
     pooled = reduces(recipe.pool) is not None
     if recipe.latents == ALL_LATENTS and not pooled:
@@ -56,7 +58,11 @@ def find_encoders(
             "number"
         )
     found: dict[str, SparseEncoder] = {}
-    pairs = (each for item in _items(recipe.encode) for each in _pairs(*item, taps, arch))
+    error = bool(recipe.encode_error)
+    if error and recipe.pool:
+        raise ConfigError("--encode-error: pooled rows have no error; leave out --pool or --reduce")
+    opened = partial(open_sae, decodes=error)
+    pairs = (each for item in _items(recipe.encode) for each in _pairs(*item, taps, arch, opened))
     for where, sae, tap in pairs:
         if "keys" in tap.kind.shape or tap.dtype(_FLOATS[0]) != _FLOATS[0]:
             raise ConfigError(f"--encode {where}: an encoder cannot read {tap.site}")
@@ -67,8 +73,22 @@ def find_encoders(
         refuse_unfit(f"--encode {where}", sae, tap, arch)
         if tap.name in found:
             raise ConfigError(f"--encode names two encoders for {tap.name}; give one per tap")
-        found[tap.name] = SparseEncoder.of(sae, recipe.latents, pooled=pooled)
+        error_of = _reconstructed_site(where, sae, tap, taps, arch) if error else None
+        found[tap.name] = SparseEncoder.of(sae, recipe.latents, pooled=pooled, error_of=error_of)
     return {tap.name: found[tap.name] for tap in taps if tap.name in found}
+
+
+def _reconstructed_site(where: str, sae: Sae, tap: Tap, taps: Sequence[Tap], arch: Arch) -> str:
+    """Return the site whose rows an encoder reconstructs: a transcoder's must be tapped, too."""
+    if sae.writes is None:
+        return tap.site
+    for other in taps:
+        named = other.layer == tap.layer and sae.writes in other.aliases(arch)
+        if named and other.width(arch, 1) == (sae.target or sae.width):
+            return other.site
+    raise ConfigError(
+        f"--encode-error: {where} reconstructs {sae.writes}, which is not among --taps; add it"
+    )
 
 
 def gain_before(checkpoint: Checkpoint, tap: Tap) -> np.ndarray:
@@ -144,6 +164,9 @@ def stored_taps(
             continue
         infos[values] = TapInfo(shape, store_dtype, latents=latents)
         infos[ids] = TapInfo(shape, encoder.id_dtype, latents=latents)
+        if encoder.error_of:
+            wanted = replace(tap, site=encoder.error_of)
+            infos[error_name(tap.name)] = TapInfo(wanted.shape(arch, seq_len), store_dtype)
     return infos
 
 
@@ -158,30 +181,32 @@ def _items(encode: str) -> list[tuple[str, str]]:
     return items
 
 
-def _pairs(name: str, where: str, taps: Sequence[Tap], arch: Arch) -> list[tuple[str, Sae, Tap]]:
+def _pairs(
+    name: str, where: str, taps: Sequence[Tap], arch: Arch, opened: Callable[..., Sae]
+) -> list[tuple[str, Sae, Tap]]:
     """Return the encoders of one item, each with its place and its tap.
 
     A directory with one encoder gives one. A directory with a folder for each tap, or with a file
-    for each layer, gives those of the taps.
+    for each layer, gives those of the taps. `opened`: opens one, by its directory and layer.
     """
     if name:
         tap = _named_tap(name, where, taps, arch)
-        return [(where, open_sae(where, layer=tap.layer), tap)]
+        return [(where, opened(where, layer=tap.layer), tap)]
     folder = path_of(where)
     found = find_layout(folder)
     if found is None:
         inside = [(f"{where.rstrip('/')}/{tap.name}", tap) for tap in taps
                   if find_layout(folder / tap.name)]  # fmt: skip
         if inside:
-            return [(each, open_sae(each, layer=tap.layer), tap) for each, tap in inside]
+            return [(each, opened(each, layer=tap.layer), tap) for each, tap in inside]
     if found is None or len(found.layers) < 2:
-        sae = open_sae(where)
+        sae = opened(where)
         return [(where, sae, _tap_of(where, sae, taps, arch))]
     pairs: list[tuple[str, Sae, Tap]] = []
     hook = None
     for layer in found.layers:
         if here := [tap for tap in taps if tap.layer == layer]:
-            sae = open_sae(where, layer=layer)
+            sae = opened(where, layer=layer)
             hook = sae.hook or hook
             pairs += [(where, sae, tap) for tap in here if _reads(sae, tap, arch, among=here)]
     if pairs:

@@ -74,6 +74,7 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
         latents=asked.latents,
         lens=lens.identity if lens else None,
         lens_source=lasting(asked.lens) if asked.lens else None,
+        encode_error=bool(asked.encode_error),
         **(dict.fromkeys(TOPS) | tops_of(taps, checkpoint.arch, table.recipe.seq_len)),
         objective=objective and objective.identity,
         compute_dtype=compute_dtype,

@@ -339,7 +339,7 @@ def _alike(recipe: Recipe, like: ResolvedRecipe) -> Recipe:
     if recipe.model is not None:  # an adapter belongs to its model, and so do directions in it
         like = dataclasses.replace(like, lora_source=None, splice_source=None)
     if recipe.taps is not None and recipe.encode is None:
-        like = dataclasses.replace(like, encode_source=None, latents=None)
+        like = dataclasses.replace(like, encode_source=None, latents=None, encode_error=False)
     if recipe.taps is not None and recipe.lens is None:
         like = dataclasses.replace(like, lens_source=None)
     if recipe.taps is not None:
@@ -446,6 +446,7 @@ def _settled(
         corpus=corpus,
         taps=tuple(tap.name for tap in taps),
         encode={tap: encoder.sae.identity() for tap, encoder in encoders.items()},
+        encode_error=bool(recipe.encode_error),
         where=rows.where,
         every=rows.every,
         pool=recipe.pool and str(Pool.parse(recipe.pool)),

@@ -482,8 +482,12 @@ class Workload:
 
     @property
     def _encoding(self) -> int:
-        """Number of values in the encoders' matrices."""
-        return sum(each.sae.width * each.sae.latents for each in self.encoders.values())
+        """Number of values in the encoders' matrices, and in decoders that are used."""
+        return sum(
+            each.sae.latents
+            * (each.sae.width + (each.sae.target or each.sae.width) * bool(each.error_of))
+            for each in self.encoders.values()
+        )
 
     @property
     def _lens_layers(self) -> set[int | None]:
@@ -495,7 +499,9 @@ class Workload:
         if encoder is None:
             return self._met_bytes(tap, dtype)
         each = DTYPES_BY_NAME[dtype].itemsize + DTYPES_BY_NAME[encoder.id_dtype].itemsize
-        return encoder.kept * each + (_SCALE if dtype == "float8_e4m3" else 0)
+        scale = _SCALE if dtype == "float8_e4m3" else 0
+        wide = (encoder.sae.target or encoder.sae.width) * DTYPES_BY_NAME[dtype].itemsize
+        return encoder.kept * each + scale + (wide + scale if encoder.error_of else 0)
 
     def _part_values(self, tap: Tap) -> int:
         """Return how many values a span has on the device."""

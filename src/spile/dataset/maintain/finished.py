@@ -164,10 +164,10 @@ def with_taps(recipe: ResolvedRecipe, kept: Collection[str]) -> ResolvedRecipe:
         stored = recipe.stored_of(tap)
         found = [name for name in stored if name in kept]
         if found and len(found) < len(stored):
-            raise ConfigError(f"--taps: latents and their ids go together; add {stored}")
+            raise ConfigError(f"--taps: what is stored of {tap} goes together; add {stored}")
         taps += [tap] if found else []
     encode = {tap: name for tap, name in recipe.encode.items() if tap in taps}
-    latents = recipe.latents if encode else None
+    latents, error = recipe.latents if encode else None, recipe.encode_error and bool(encode)
     source = recipe.encode_source if encode else None
     sites = {tap.partition(".")[0] for tap in taps}
     tops: dict[str, Any] = {
@@ -178,7 +178,13 @@ def with_taps(recipe: ResolvedRecipe, kept: Collection[str]) -> ResolvedRecipe:
     if sites.isdisjoint(OF_A_LENS):
         tops |= {"lens": None, "lens_source": None}
     return replace(
-        recipe, taps=tuple(taps), encode=encode, latents=latents, encode_source=source, **tops
+        recipe,
+        taps=tuple(taps),
+        encode=encode,
+        latents=latents,
+        encode_error=error,
+        encode_source=source,
+        **tops,
     )
 
 
@@ -191,8 +197,9 @@ def _one_recipe(url: str, recipes: Sequence[ResolvedRecipe]) -> ResolvedRecipe:
             if getattr(first, name) != getattr(other, name):
                 raise _two_recipes_error(url, name, first, other)
     for other in encoded[1:]:
-        if other.latents != encoded[0].latents:
-            raise _two_recipes_error(url, "latents", encoded[0], other)
+        for name in ("latents", "encode_error"):
+            if getattr(other, name) != getattr(encoded[0], name):
+                raise _two_recipes_error(url, name, encoded[0], other)
     tops: dict[str, Any] = {}
     for name in (*TOPS, "lens"):
         sized = [recipe for recipe in (first, *others) if getattr(recipe, name) is not None]
@@ -208,6 +215,7 @@ def _one_recipe(url: str, recipes: Sequence[ResolvedRecipe]) -> ResolvedRecipe:
         encode={tap: name for recipe in encoded for tap, name in recipe.encode.items()},
         encode_source=encoded[0].encode_source if encoded else None,
         latents=encoded[0].latents if encoded else None,
+        encode_error=bool(encoded) and encoded[0].encode_error,
         **tops,
     )
 

@@ -1,9 +1,8 @@
-"""A sparse autoencoder on the device: the largest latents of each row."""
+"""A sparse autoencoder on the device: the largest latents of each row, and its error."""
 
 # Strict, but for values that jax's own types leave unknown.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -11,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from spile.models.files.encoders.arithmetic import activations
+from spile.models.files.encoders.arithmetic import activations, active_latents, decoded
 from spile.models.files.encoders.sae import AT_ONCE, Arrays, SparseEncoder
+from spile.models.forward.splice import kth_largest
 
 
 class TopLatents(NamedTuple):
@@ -21,30 +21,48 @@ class TopLatents(NamedTuple):
     values: Float[Array, "rows kept"]  # zero if fewer are active
     ids: Int[Array, "rows kept"]  # distinct within a row, whether active or not
     beyond: Bool[Array, " rows"]  # whether more were active
+    error: Float[Array, "rows ..."] | None  # a row less its reconstruction, if that is stored
 
 
 def device_arrays(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
-    """Cast arrays for the device: the matrix to the model's dtype, the rest to float32."""
-    return {n: a.astype(jnp.dtype(dtype)) if n == "W_enc" else a for n, a in arrays.items()}
+    """Cast arrays for the device: matrices to the model's dtype, the rest to float32."""
+    return {n: a.astype(jnp.dtype(dtype)) if a.ndim == 2 else a for n, a in arrays.items()}
 
 
 def top_latents(
-    arrays: Arrays, rows: Shaped[Array, "rows ..."], *, encoder: SparseEncoder
+    arrays: Arrays,
+    rows: Shaped[Array, "rows ..."],
+    target: Shaped[Array, "rows ..."] | None = None,
+    *,
+    encoder: SparseEncoder,
 ) -> TopLatents:
-    """Encode rows of any float dtype, a few at a time, since all latents would fill the memory."""
-    sae = encoder.sae
-    product = partial(jnp.dot, preferred_element_type=jnp.float32)
+    """Encode rows of any float dtype, a few at a time, since all latents would fill the memory.
 
-    def of_row(row: Float[Array, " width"]) -> TopLatents:
-        found = activations(
-            sae, arrays, row.astype(jnp.float32), jnp, lambda a, b: product(a.astype(b.dtype), b)
-        )
+    Args:
+        target: the rows that it reconstructs, if the error is stored.
+    """
+    sae = encoder.sae
+
+    def product(a: Array, b: Array) -> Array:
+        return jnp.dot(a.astype(b.dtype), b, preferred_element_type=jnp.dtype("float32"))
+
+    def of_row(given: tuple[Array, Array | None]) -> TopLatents:
+        row, wanted = given[0].astype(jnp.float32), given[1]
+        found = activations(sae, arrays, row, jnp, product)
         values, ids = jax.lax.top_k(found, encoder.kept)
         active = jnp.minimum((found > 0).sum(), sae.k or sae.latents)
-        return TopLatents(values, ids.astype(jnp.dtype(encoder.id_dtype)), active > encoder.kept)
+        error = None
+        if wanted is not None:
+            every = active_latents(sae, found, jnp, kth_largest)
+            error = wanted.astype(jnp.float32) - decoded(sae, arrays, row, every, jnp, product)
+        ids = ids.astype(jnp.dtype(encoder.id_dtype))
+        return TopLatents(values, ids, active > encoder.kept, error)
 
-    flat = rows.reshape(len(rows), -1)
+    flat = rows.reshape(len(rows), -1), None if target is None else target.reshape(len(rows), -1)
     size = max(1, AT_ONCE // sae.latents)
-    return (
-        jax.vmap(of_row)(flat) if len(flat) <= size else jax.lax.map(of_row, flat, batch_size=size)
+    top = (
+        jax.vmap(of_row)(flat) if len(rows) <= size else jax.lax.map(of_row, flat, batch_size=size)
     )
+    if target is None or top.error is None:
+        return top
+    return top._replace(error=top.error.reshape(target.shape))

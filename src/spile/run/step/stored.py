@@ -18,14 +18,14 @@ import numpy as np
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from spile.core.recipe import latent_names
+from spile.core.recipe import error_name, latent_names
 from spile.dataset.codec.quantization import FLOAT8, FLOAT8_MAX, INT8_MAX, QUANTIZED
 from spile.dataset.format import scale_name
 from spile.models.files.encoders.sae import Arrays, SparseEncoder
 from spile.models.forward.lens import LensHead
 from spile.models.forward.pooling import Pooling, products_by_label
 from spile.models.forward.sharding import P, Shards
-from spile.models.forward.sparse_latents import top_latents
+from spile.models.forward.sparse_latents import TopLatents, top_latents
 from spile.models.layout import AXES
 from spile.models.sites import LENSES
 from spile.models.taps import Tap
@@ -161,10 +161,12 @@ class StoredForm:
             if name not in self.encoders:
                 keep(name, values[name], tap.dtype(self.store_dtype), tap.kind.least)
                 continue
-            top = _encode(self.shards, self.encoders[name])(extras.encoders[name], values[name])
+            top = self._encoded(name, tap, values, extras.encoders[name])
             latents, ids = latent_names(name)
             keep(latents, top.values, self.store_dtype, truncated=top.beyond.astype(jnp.int32))
             keep(ids, top.ids, self.encoders[name].id_dtype)
+            if top.error is not None:
+                keep(error_name(name), top.error, self.store_dtype)
         return rows, reduced
 
     def _predictions(
@@ -190,18 +192,25 @@ class StoredForm:
                 found[name] = self.shards.runs(flat) if self.shards else flat
         return found
 
+    def _encoded(
+        self, name: str, tap: Tap, values: Mapping[str, Array], arrays: Arrays
+    ) -> TopLatents:
+        """Encode a tap's rows; every device has the whole encoder and encodes runs of tokens."""
+        encoder, given = self.encoders[name], [values[name]]
+        if encoder.error_of:  # a site of the same block
+            wanted = Tap(encoder.error_of, tap.layer)
+            given.append(next(values[each] for each, own in self.taps.items() if own == wanted))
+        function = partial(top_latents, encoder=encoder)
+        if self.shards:
+            function = self.shards.each(function, [P(), *[P(AXES)] * len(given)], P(AXES))
+        return function(arrays, *given)
+
 
 def joined(values: Mapping[str, Array], beside: str) -> dict[str, Array]:
     """Return each other tap's values, followed by those of the tap `beside`: [tokens, both]."""
     flat = {name: found.reshape(len(found), -1) for name, found in values.items()}
     other = flat.pop(beside)
     return {name: jnp.concatenate([found, other], axis=1) for name, found in flat.items()}
-
-
-def _encode(shards: Shards | None, encoder: SparseEncoder) -> Any:
-    """Return a function that encodes runs of tokens; every device has the whole encoder."""
-    function = partial(top_latents, encoder=encoder)
-    return shards.each(function, [P(), P(AXES)], P(AXES)) if shards else function
 
 
 def _on_each(shards: Shards | None, function: Callable[..., Any], arguments: int) -> Any:

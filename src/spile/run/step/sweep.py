@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from spile.core.recipe import latent_names
+from spile.core.recipe import error_name, latent_names
 from spile.core.threads import NEVER, Cancellation
 from spile.corpus.pack import Batch
 from spile.dataset.format import scale_name
@@ -90,7 +90,7 @@ def _renamed(
 
 def _stored_names(tap: str) -> list[str]:
     """Every name under which a tap's rows, or their scales, may be stored."""
-    names = [tap, *latent_names(tap)]
+    names = [tap, *latent_names(tap), error_name(tap)]
     return [*names, *map(scale_name, names)]
 
 

@@ -62,7 +62,11 @@ def latents_of(
     Args:
         kth: returns the k-th largest of the last axis, which it keeps.
     """
-    found = activations(sae, arrays, rows, xp, product)
+    return active_latents(sae, activations(sae, arrays, rows, xp, product), xp, kth)
+
+
+def active_latents(sae: Sae, found: Any, xp: Any, kth: Callable[[Any, int], Any]) -> Any:
+    """Choose the active latents among those that `activations` returns."""
     return found if sae.k is None else xp.where(found < kth(found, sae.k), 0.0, found)
 
 
@@ -74,11 +78,18 @@ def reconstruction(
     product: Callable[[Any, Any], Any],
     kth: Callable[[Any, int], Any],
 ) -> Any:
-    """Compute the decoder's reconstruction of rows [..., width], from their latents, in float32.
+    """Compute the reconstruction of rows [..., width] in float32.
 
     The arguments are those of `latents_of`.
     """
     found = latents_of(sae, arrays, rows, xp, product, kth)
+    return decoded(sae, arrays, rows, found, xp, product)
+
+
+def decoded(
+    sae: Sae, arrays: Arrays, rows: Any, found: Any, xp: Any, product: Callable[[Any, Any], Any]
+) -> Any:
+    """Compute the reconstruction of rows from their latents, as `latents_of` returns them."""
     if sae.rescales:
         found = found / arrays["decoder_norm"]
     made = product(found, arrays["W_dec"]) + arrays["b_dec"]

@@ -57,5 +57,7 @@ def _hooks(folder: AnyPath, layer: int) -> tuple[str | None, str | None]:
     path = folder / CONFIG
     config: dict[str, Any] = read_yaml(path) if path.is_file() else {}
     told = (config.get("feature_input_hook"), config.get("feature_output_hook"))
+    if told[1] == "mlp.hook_out":  # the same values, where no norm follows the MLP
+        told = told[0], "hook_mlp_out"
     reads, writes = (f"blocks.{layer}.{hook}" if isinstance(hook, str) else None for hook in told)
     return reads, writes

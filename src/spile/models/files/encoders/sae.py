@@ -125,14 +125,22 @@ class Sae:
 
 @dataclass(frozen=True)
 class SparseEncoder:
-    """An encoder, and the number of latents kept per row."""
+    """An encoder, and what is stored of it.
+
+    Attributes:
+        kept: the number of latents per row.
+        error_of: the site whose rows less their reconstructions are stored, too, if any.
+    """
 
     sae: Sae
     kept: int
     dense: bool = False  # whether all are stored, in the order of their ids
+    error_of: str | None = None
 
     @classmethod
-    def of(cls, sae: Sae, asked: int | None, *, pooled: bool = False) -> "SparseEncoder":
+    def of(
+        cls, sae: Sae, asked: int | None, *, pooled: bool = False, error_of: str | None = None
+    ) -> "SparseEncoder":
         """Args:
         asked: the number to keep, or `ALL_LATENTS`; capped at the number that can be active.
         pooled: whether rows are of several tokens, which may have other latents active.
@@ -140,7 +148,7 @@ class SparseEncoder:
         if asked == ALL_LATENTS:
             return cls(sae, sae.latents, dense=True)
         most = sae.latents if pooled else sae.k or sae.latents
-        return cls(sae, min(asked or sae.k or _KEPT, most))
+        return cls(sae, min(asked or sae.k or _KEPT, most), error_of=error_of)
 
     @property
     def id_dtype(self) -> str:
