@@ -1,5 +1,6 @@
 """The likeliest next tokens from end to end: what is stored is what the logits say."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -34,17 +35,23 @@ def out(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_each_tap_says_what_the_stored_logits_say(out: Path) -> None:
-    ds = spile.open(str(out))
-    assert [*ds.taps] == ["logits", "logprob", *FOUR]
-    assert [ds.dtype(tap).name for tap in FOUR] == ["float32", "int32", "int32", "float32"]
-    logits, index = ds["logits"][:].astype(np.float64), ds.index(0, ds.num_tokens)
+def check_says_the_logits(ds: spile.Dataset) -> np.ndarray:
+    """Compare the four taps with numpy's, from the logits stored beside them; return the order."""
+    logits = ds["logits"][:].astype(np.float64)
     order = np.argsort(-logits, axis=1, kind="stable")
     total = np.log(np.exp(logits).sum(axis=1))
     assert np.array_equal(ds["top_token_ids"][:], order[:, :TOP])
     logs = np.take_along_axis(logits, order[:, :TOP], axis=1) - total[:, None]
     np.testing.assert_allclose(ds["top_logprobs"][:], logs, atol=1e-5)
     np.testing.assert_allclose(ds["logsumexp"][:], total, rtol=1e-6)
+    return order
+
+
+def test_each_tap_says_what_the_stored_logits_say(out: Path) -> None:
+    ds = spile.open(str(out))
+    assert [*ds.taps] == ["logits", "logprob", *FOUR]
+    assert [ds.dtype(tap).name for tap in FOUR] == ["float32", "int32", "int32", "float32"]
+    order, index = check_says_the_logits(ds), ds.index(0, ds.num_tokens)
     last = index["flags"] & spile.FLAGS["last"] > 0
     following = np.where(last, order[:, 0], np.roll(index["token_id"], -1))
     rank = ds["next_rank"][:]
@@ -53,6 +60,22 @@ def test_each_tap_says_what_the_stored_logits_say(out: Path) -> None:
     within = ~last & (rank < TOP)
     known = ds["top_logprobs"][:][within, rank[within]]
     np.testing.assert_allclose(known, ds["logprob"][:][within], atol=1e-6)
+
+
+@pytest.mark.full
+def test_splices_filters_and_growth_hold_for_the_likeliest_tokens(
+    recipe: Recipe, out: Path, tmp_path: Path
+) -> None:
+    changed = dataclasses.replace(recipe, splice="zero:mlp_out.1", where="pos % 3 != 1", max_docs=8)
+    spile.extract(changed, str(tmp_path / "out"))
+    spile.extract(Recipe(more=True, max_docs=12), str(tmp_path / "out"))
+    ds, plain = spile.open(str(tmp_path / "out")), spile.open(str(out))
+    check_says_the_logits(ds)
+    assert 0 < len(ds) < len(plain) and (ds.index(0, len(ds))["pos"] % 3 != 1).all()
+    kept = plain.document(3).index["pos"] % 3 != 1
+    own, others = ds.document(3)["top_token_ids"], plain.document(3)["top_token_ids"][kept]
+    assert own.shape == others.shape and (own != others).any(), "the model goes on changed"
+    assert check(ds.url, samples=2).ok
 
 
 @pytest.mark.full
