@@ -31,8 +31,8 @@ def main() -> None:
     import numpy as np
 
     from spile.models.config.hf_config import read_config
-    from spile.models.objectives import objective_of
     from spile.models.taps import parse_taps
+    from spile.plan.objectives import find_objective
     from spile.run.step.resident import ResidentStep
     from spile.run.step.step import StepDevices, StepSettings
 
@@ -48,7 +48,7 @@ def main() -> None:
         settings = StepSettings(
             arch=arch, taps=chosen, schedule=schedule, compute_dtype="bfloat16",
             store_dtype="bfloat16", place=StepDevices(jax.devices()[0]), attention=attention,
-            objective=objective_of(None, chosen, "bfloat16"), remat=remat,
+            objective=find_objective(None, chosen, arch, "bfloat16"), remat=remat,
         )  # fmt: skip
         return ResidentStep(params, settings)
 

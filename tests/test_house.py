@@ -73,6 +73,9 @@ EXEMPT = {
     "objects/rooted.py": "contracts/test_objects.py",
     "plan/lenses.py": "e2e/test_lens_top.py",
     "plan/fetch.py": "e2e/test_hub.py",
+    "models/objectives.py": "e2e/test_gradients.py",
+    "plan/answers.py": "e2e/test_gradients.py",
+    "plan/objectives.py": "e2e/test_gradients.py",
 }
 
 

@@ -59,6 +59,7 @@ OTHER: dict[str, Any] = {
     "attn_top": 3,
     "top_logits": 9,
     "objective": "logprob",
+    "objective_source": "logprob",
     "lens": "b3",
     "lens_source": "lenses/b",
     "splice_source": "zero:z.1",

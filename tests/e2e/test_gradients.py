@@ -1,6 +1,7 @@
 """`--taps SITE_grad`: the gradient of an objective at every token, stored like any tap."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from spile.check.compare import check
 from spile.check.hf_gradients import gradients, logprob
 from spile.check.reference import Reference
 from spile.core.config import Recipe
-from spile.core.errors import ConfigError
+from spile.core.errors import ConfigError, DriftError, SpileError
 
 TOLERANCE = 2e-5  # of the tap's largest value
 TAPS = "resid_post_grad:all,resid_pre_grad:0,z_grad:1.h1+h2,embed_grad,mlp_out_grad:0,logprob"
@@ -107,11 +108,87 @@ def test_gradients_are_added_to_a_dataset_and_resumed(
     spile.extract(Recipe(objective="logprob"), dataset.url)  # nothing is left to do
 
 
+CHATS = [
+    {"chat": [{"role": "user", "content": f"how much is {n} and {n}?"},
+              {"role": "assistant", "content": f"it is {2 * n}, twice {n}"}],
+     "good": 40 + n, "bad": 80 + n}
+    for n in range(6)
+]  # fmt: skip
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+OWN = """
+def total():
+    return {"resid_post.1": lambda rows: (rows**2).sum(-1), "logprob": lambda rows: 0.5 * rows}
+"""
+
+
+@pytest.fixture(scope="module")
+def chats(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    folder = tmp_path_factory.mktemp("chats")
+    (folder / "template.jinja").write_text(TEMPLATE)
+    (folder / "c.jsonl").write_text("\n".join(map(json.dumps, CHATS)))
+    (folder / "own.py").write_text(OWN)
+    width = json.loads((Path(str(recipe.model)) / "config.json").read_text())["hidden_size"]
+    np.save(folder / "v.npy", np.random.default_rng(0).standard_normal(width).astype(np.float32))
+    return dataclasses.replace(
+        recipe, corpus=str(folder / "c.jsonl"), messages="chat", taps="resid_post_grad:0",
+        template=str(folder / "template.jinja"), seq_len=128, max_docs=None,
+    )  # fmt: skip
+
+
+def test_other_objectives_have_their_own_gradients(chats: Recipe, tmp_path: Path) -> None:
+    folder = Path(str(chats.corpus)).parent
+    vector = torch.tensor(np.load(folder / "v.npy"))
+    model = AutoModelForCausalLM.from_pretrained(str(chats.model), dtype=torch.float32)
+    reference = Reference(model)
+    flags: list[torch.Tensor] = []
+    seen: list[torch.Tensor] = []
+    last = model.model.layers[1].register_forward_hook(
+        lambda module, args, out: seen.append(out[0] if isinstance(out, tuple) else out)
+    )
+
+    def by_token(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+
+    wanted: dict[str, Any] = {
+        "loss:assistant": lambda logits, ids: -(by_token(logits, ids) * flags[-1][1:]).sum(),
+        "logit-diff:good,bad": None,
+        f"direction:resid_post.1={folder / 'v.npy'}": lambda *_: (seen[-1] @ vector).sum(),
+        f"{folder / 'own.py'}:total": lambda logits, ids: (
+            (seen[-1] ** 2).sum() + 0.5 * by_token(logits, ids).sum()
+        ),
+    }
+    for number, (objective, of_hf) in enumerate(wanted.items()):
+        ds = made(chats, tmp_path / str(number), objective=objective)
+        for doc in (0, 3):
+            document = ds.document(doc)
+            assert (document.index["pos"] == document.index["offset"]).all(), "one context"
+            flags.append(torch.tensor((document.index["flags"] & 256 > 0).astype(np.float32)))
+            row = CHATS[doc]
+            own = of_hf or (
+                lambda logits, ids, row=row: logits[-1, row["good"]] - logits[-1, row["bad"]]
+            )
+            ids = torch.tensor(document.index["token_id"].astype(np.int64))
+            truth = gradients(model, reference.points, ids, own)["resid_post.0"]
+            found = document.read("resid_post_grad.0")
+            assert np.abs(found - truth).max() < TOLERANCE * np.abs(truth).max(), objective
+        told = str(ds.recipe.objective)
+        assert str(folder) not in told
+    last.remove()
+    with pytest.raises(ConfigError, match="give it with --objective"):
+        spile.extract(Recipe(), ds.url)
+    with pytest.raises(DriftError, match="objective: stored .function total"):
+        spile.extract(dataclasses.replace(chats, objective="logprob"), ds.url)
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         ({"objective": "logprob", "taps": "resid_post:0"}, "no tap holds a gradient"),
-        ({"objective": "loss"}, "--objective loss"),
+        ({"objective": "loss"}, "--objective loss: write loss:ROLE"),
+        ({"objective": "loss:assistant"}, "holds no chats"),
+        ({"objective": "up"}, "--objective up: choose from logprob"),
+        ({"objective": "direction:embed=v.npy"}, "v.npy"),
+        ({"objective": "direction:z:0=v.npy", "taps": "resid_post_grad:0"}, "v.npy"),
         ({"taps": "logprob_grad"}, "gradients are those of"),
         ({"compute_dtype": "float16"}, "computed in bfloat16 or float32, not float16"),
         ({"weights": "disk"}, "need every block on the device"),
@@ -121,6 +198,6 @@ def test_what_has_no_gradient_is_refused(
     options: dict[str, Any], told: str, recipe: Recipe, tmp_path: Path
 ) -> None:
     runtime = {"weights": options.pop("weights")} if "weights" in options else {}
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(SpileError, match=told):
         asked = dataclasses.replace(recipe, **options)
         spile.extract(asked, str(tmp_path / "out"), spile.Runtime(**runtime))

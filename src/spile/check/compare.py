@@ -48,6 +48,7 @@ from spile.dataset.read.opening import open_dataset
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import live_passes
 from spile.models.config.arch import Arch
+from spile.models.objectives import LOGPROB
 from spile.models.sites import LENSES
 from spile.models.splices import FUNCTION
 from spile.models.taps import Tap
@@ -193,6 +194,11 @@ def check(
         if not each.table().recipe.encode:  # an encoder belongs to taps, and these have none
             moved = replace(moved, encode=None)
         table = each.table()
+        if table.recipe.objective not in (None, LOGPROB):
+            raise ConfigError(
+                f"{out}: check recomputes gradients of {LOGPROB} alone, and these are of "
+                f"{fmt.shown(table.recipe.objective)}"
+            )
         ingested = table.recipe.rows_by is not None
         job = stored_job(moved, table, out) if ingested else resolve(moved, each, "cpu")
         report = _check_taps(out, job, samples, references)

@@ -43,12 +43,13 @@ from spile.models.forward.sparse_latents import device_arrays
 from spile.models.forward.splice import load_changes
 from spile.models.forward.weights import LayerSchedule, Params, abstract_params
 from spile.models.layout import Cuts, Layout
-from spile.models.objectives import Objective, objective_of
+from spile.models.objectives import Objective
 from spile.models.splices import Splice
 from spile.models.taps import Tap
 from spile.plan.compute_dtype import settled_compute_dtype
 from spile.plan.encoders import stored_taps
 from spile.plan.estimate import chosen_layout, row_quantum
+from spile.plan.objectives import find_objective
 from spile.plan.pooling import reducing, refuse_sums
 from spile.plan.residency import Machine, Residency, choose_residency, streamed_bytes
 from spile.plan.roofline import MEMORY_SHARE, Roofline, Workload, recomputes, sweet_spot
@@ -135,7 +136,7 @@ class Question:
     @cached_property
     def objective(self) -> Objective | None:
         taps = taps_of(self.recipe, self.arch)
-        return objective_of(self.recipe.objective, taps, self.compute_dtype)
+        return find_objective(self.recipe.objective, taps, self.arch, self.compute_dtype)
 
     @property
     def store_dtype(self) -> str:

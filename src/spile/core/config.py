@@ -135,7 +135,10 @@ class Recipe(Options):
     )
     objective: str | None = option(
         "what SITE_grad taps are the gradient of: logprob, the sum of the log-probabilities of a "
-        "document's next tokens [logprob]"
+        "document's next tokens; loss:assistant, less that sum over a role's tokens alone; "
+        "logit-diff:COLUMN_A,COLUMN_B, the logit of one token less that of another after a "
+        "document's last token; direction:TAP=FILE.npy, the sum of dot products with a vector; or "
+        "your own, FILE.py:FUNCTION [logprob]"
     )
     lens: str | None = option(
         "directory of a lens (spile lens fit, tuned-lens or jacobian-lens), whose most likely next "

@@ -33,7 +33,8 @@ TOPS = (*LARGEST,)  # how many values taps keep that keep the largest
 # Fields that are left out of a stored recipe if nothing is given: so fingerprints stay as they were
 # before there were any.
 _OPTIONAL = (
-    "pool", "rows_by", "roles_column", "logprobs_column", "lens", "lens_source", "objective", *TOPS
+    "pool", "rows_by", "roles_column", "logprobs_column", "lens", "lens_source", "objective",
+    "objective_source", *TOPS,
 )  # fmt: skip
 _LATER: dict[str, Any] = {
     "splice": (), "splice_source": None, "encode_error": False, **dict.fromkeys(_OPTIONAL)
@@ -55,6 +56,7 @@ class ResolvedRecipe:
     encode_source: str | None = None
     splice_source: str | None = None
     lens_source: str | None = None
+    objective_source: str | None = None
     model: Mapping[str, str]
     corpus: tuple[str, ...]
     taps: tuple[str, ...]

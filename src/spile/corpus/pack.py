@@ -46,6 +46,10 @@ class PackedRows:
     scored: np.ndarray | None = field(default=None, kw_only=True)
     claimed: np.ndarray | None = field(default=None, kw_only=True)
     scored_docs: np.ndarray | None = field(default=None, kw_only=True)
+    # Of an objective that does not count all tokens, [rows, seq_len]: 1 where a token counts. If it
+    # compares logits, [rows, seq_len, 2]: those of which two tokens.
+    aimed: np.ndarray | None = field(default=None, kw_only=True)
+    answers: np.ndarray | None = field(default=None, kw_only=True)
 
     @property
     def leaving(self) -> tuple[np.ndarray, int]:
@@ -182,6 +186,7 @@ def pack_unit(
     pool: Pool | None = None,
     spans: Sequence[np.ndarray] = (),
     logprobs: Sequence[np.ndarray | None] | None = None,
+    aims: "Aims | None" = None,
 ) -> PackedUnit:
     """Cut documents into contexts, place the contexts in rows, and index every kept token.
 
@@ -191,6 +196,7 @@ def pack_unit(
         pool: how tokens make one row together; None: each is a row.
         spans: the number of each token's span in its document, negative for tokens of none; empty
             if the document is the span.
+        aims: the tokens that count to an objective; None: all of them, or there is none.
         logprobs: an engine's log-probability of each document's tokens, NaN where it gave none;
             None if they are not compared.
     """
@@ -269,8 +275,35 @@ def pack_unit(
     )
     if logprobs is not None:
         unit = _compared(unit, claimed)
+    if aims is not None:
+        unit = _aimed(unit, aims, ordinals)
     mask = np.ones(len(index), np.bool_) if rows is None else rows.mask(index)
     return _filtered(unit, mask) if pool is None else _pooled(unit, mask, span_of, pool)
+
+
+@dataclass(frozen=True)
+class Aims:
+    """The tokens that count to an objective: a role's, or each document's last."""
+
+    role: int | None = None  # the flag of tokens that count when they are predicted
+    answers: Sequence[tuple[int, int]] = ()  # of each document, two tokens that may follow it
+
+
+def _aimed(unit: PackedUnit, aims: Aims, ordinals: Sequence[int]) -> PackedUnit:
+    """Add which tokens of an unfiltered unit count: those before a role's, or the last ones."""
+    flags, there = unit.index["flags"], unit.segments > 0
+    counts = (flags & END) > 0
+    if aims.role is not None:
+        said = (flags & aims.role) > 0
+        counts = np.append(said[1:], False) & ((flags & LAST) == 0)
+    aimed = np.zeros(there.shape, np.int8)
+    aimed[there] = counts
+    if not aims.answers:
+        return replace(unit, aimed=aimed)
+    pairs = dict(zip(ordinals, aims.answers, strict=True))
+    answers = np.zeros((*there.shape, 2), np.int32)
+    answers[there & (aimed > 0)] = [pairs[doc] for doc in unit.index["doc"][counts].tolist()]
+    return replace(unit, aimed=aimed, answers=answers)
 
 
 def bucket(n: int, seq_len: int) -> int:

@@ -4,28 +4,39 @@ An objective is a sum over the tokens of a context: a document's, or each part o
 Contexts that share a packed row never touch.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from spile.core.errors import ConfigError
+import numpy as np
+
 from spile.models.config.arch import Arch
 from spile.models.sites import AFTER_BLOCKS
 from spile.models.taps import Tap
 
-LOGPROB = "logprob"
+LOGPROB, LOSS, LOGIT_DIFF, DIRECTION = "logprob", "loss", "logit-diff", "direction"
+FUNCTION = "function"  # the kind of a user's own
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Objective:
     """What gradients are of.
 
     Attributes:
+        kind: `LOGPROB`, `LOSS`, `LOGIT_DIFF`, `DIRECTION` or `FUNCTION`.
         identity: what it is, without paths: part of the recipe.
         aims: the taps that it reads; their values, over all tokens, are what it is summed from.
+        vector: of a direction, in the shape of a row of its tap.
+        functions: of a user's own, by tap: each returns a number for each token.
     """
 
+    kind: str
     identity: str
     aims: tuple[Tap, ...]
+    vector: np.ndarray | None = field(default=None, compare=False, repr=False)
+    functions: Mapping[str, Callable[[Any], Any]] = field(
+        default_factory=dict[str, Callable[[Any], Any]], hash=False, repr=False
+    )
 
     @property
     def needs_head(self) -> bool:
@@ -36,24 +47,13 @@ class Objective:
         return max(aim.layers_needed(arch) for aim in self.aims)
 
 
-def objective_of(given: str | None, taps: Sequence[Tap], compute_dtype: str) -> Objective | None:
-    """Return the objective of a recipe; None if it taps no gradient.
+def counted_role(identity: str | None) -> str | None:
+    """Return the role whose tokens alone count, of an objective in a recipe."""
+    kind, _, role = (identity or "").partition(":")
+    return role if kind == LOSS else None
 
-    Raises:
-        ConfigError: if it is unknown, or no gradient is tapped.
-    """
-    gradients = [tap for tap in taps if tap.kind.of]
-    if not gradients:
-        if given is not None:
-            raise ConfigError(
-                f"--objective {given}: no tap holds a gradient; add e.g. resid_post_grad:4"
-            )
-        return None
-    if compute_dtype not in ("float32", "bfloat16"):
-        raise ConfigError(
-            f"{gradients[0].name}: gradients are computed in bfloat16 or float32, not "
-            f"{compute_dtype}; give --compute-dtype"
-        )
-    if given not in (None, LOGPROB):
-        raise ConfigError(f"--objective {given}: choose logprob")
-    return Objective(LOGPROB, (Tap("logprob"),))
+
+def answer_columns(identity: str | None) -> tuple[str, ...]:
+    """Return the columns that name two tokens, of an objective in a recipe."""
+    kind, _, columns = (identity or "").partition(":")
+    return tuple(columns.split(",")) if kind == LOGIT_DIFF else ()

@@ -36,6 +36,7 @@ from spile.models.objectives import Objective
 from spile.models.sites import AFTER_BLOCKS, LENSES
 from spile.models.splices import Splice
 from spile.models.taps import Tap
+from spile.plan.answers import aims_of
 from spile.plan.pooling import spans_of
 
 _MOST_LABELS = 4096  # in a unit: each is held until its last token, and stored
@@ -219,6 +220,7 @@ def prepare_documents(
             pool=pool,
             spans=[spans[number] for number in chosen] if spans else (),
             logprobs=[documents.usable[number].logprobs for number in chosen] if compares else None,
+            aims=aims_of(recipe.objective, tokenizer, documents, chosen),
         )
     left_out = {
         ordinal: reason for ordinal, reason in zip(ordinals, reasons, strict=True) if reason

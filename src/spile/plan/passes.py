@@ -13,10 +13,11 @@ from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import Pass, pass_name, readable_passes, recipe_of_pass
 from spile.dataset.records.table import Table
 from spile.models.files.checkpoint import open_checkpoint
-from spile.models.objectives import objective_of
+from spile.models.objectives import LOGPROB
 from spile.models.taps import parse_taps, tops_of
 from spile.plan.encoders import each_source, find_encoders, gain_before, stored_taps
 from spile.plan.lenses import find_lens
+from spile.plan.objectives import find_objective, objective_source
 from spile.plan.resolve import completed_recipe, pinned_recipe, refuse_ingested
 from spile.plan.tapped import taps_of
 
@@ -41,7 +42,8 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
             "--add-taps adds taps, --more and --add-corpus add documents; use one, then the other"
         )
     # Options that are not given come from the dataset, except those that belong to taps.
-    none = dict.fromkeys(("encode_source", "latents", "lens", "lens_source", "objective", *TOPS))
+    of_taps = ("encode_source", "latents", "lens", "lens_source", "objective", "objective_source")
+    none = dict.fromkeys((*of_taps, *TOPS))
     stored = dataclasses.replace(table.recipe, encode={}, **none)
     added = dataclasses.replace(recipe, taps=recipe.add_taps, add_taps=None)
     asked = pinned_recipe(completed_recipe(added, stored))
@@ -62,7 +64,7 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
     taps = taps_of(asked, checkpoint.arch)
     encoders = find_encoders(asked, taps, checkpoint.arch, partial(gain_before, checkpoint))
     compute_dtype = asked.compute_dtype or table.recipe.compute_dtype
-    objective = objective_of(asked.objective, taps, compute_dtype)
+    objective = find_objective(asked.objective, taps, checkpoint.arch, compute_dtype)
     lens = find_lens(asked, taps, checkpoint.arch)
     settled = dataclasses.replace(
         table.recipe,
@@ -77,6 +79,7 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
         encode_error=bool(asked.encode_error),
         **(dict.fromkeys(TOPS) | tops_of(taps, checkpoint.arch, table.recipe.seq_len)),
         objective=objective and objective.identity,
+        objective_source=objective and objective_source(asked.objective or LOGPROB, lasting),
         compute_dtype=compute_dtype,
         store_dtype=asked.store_dtype or table.recipe.store_dtype,
     )

@@ -49,7 +49,7 @@ from spile.dataset.records.unit_table import UnitColumns
 from spile.models.config.kernel_choice import no_gradient
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.encoders.sae import SparseEncoder
-from spile.models.objectives import objective_of
+from spile.models.objectives import LOGPROB, LOSS, answer_columns
 from spile.models.taps import Tap, tops_of
 from spile.objects import exists, open_objects
 from spile.objects.hub.names import continued, newest, pinned
@@ -65,6 +65,8 @@ from spile.plan.growth import (
 )
 from spile.plan.job import ExtractionJob, open_reader, prepare_documents
 from spile.plan.lenses import find_lens
+from spile.plan.objectives import find_objective, objective_source
+from spile.plan.objectives import names_program as names_own_objective
 from spile.plan.pooling import reducing, refuse_missing_spans, refuse_pool
 from spile.plan.roofline import cpu_unit_tokens
 from spile.plan.splices import (
@@ -158,17 +160,26 @@ def resolve(
         lens=lens.identity if lens else None,
         lens_source=lasting(recipe.lens) if recipe.lens else None,
     )
-    objective = objective_of(recipe.objective, taps, compute)
+    objective = find_objective(recipe.objective, taps, checkpoint.arch, compute)
     if objective and (why := no_gradient(platform, checkpoint.arch, compute)):
         raise ConfigError(f"--taps: {why}")
     if objective and reduces(resolved.pool) == JACOBIAN:
         raise ConfigError("--reduce jacobian: a gradient has none here; tap the sites themselves")
-    resolved = dataclasses.replace(resolved, objective=objective and objective.identity)
+    if objective and objective.kind == LOSS and reading is None and not is_program(recipe.corpus):
+        raise ConfigError(
+            f"--objective {objective.identity}: the corpus holds no chats; name their column with "
+            "--messages"
+        )
+    resolved = dataclasses.replace(
+        resolved,
+        objective=objective and objective.identity,
+        objective_source=objective and objective_source(recipe.objective or LOGPROB, lasting),
+    )
     refuse_pool(resolved, taps, checkpoint.arch, encoders, reading)
     tokenizer = open_tokenizer(checkpoint, resolved)
     reading = reading or read_ids(resolved, tokenizer, checkpoint.arch.vocab_size)
     keep = settled_columns(recipe.keep, files, recipe.text_column, reading)
-    labels = label_columns(resolved.pool)
+    labels = (*label_columns(resolved.pool), *answer_columns(resolved.objective))
     resolved = dataclasses.replace(resolved, keep=tuple(dict.fromkeys((*keep, *labels))))
     if stored:
         kept = growing.kept(resolved, stored) if growing else resolved
@@ -265,6 +276,7 @@ def completed_recipe(recipe: Recipe, stored: ResolvedRecipe, *, moves: bool = Fa
         "encode": stored.encode_source,
         "splice": stored.splice_source,
         "lens": stored.lens_source,
+        "objective": stored.objective_source,
         "taps": ",".join(stored.taps),
         "keep": keep_spelled(stored.keep),
     }
@@ -277,6 +289,11 @@ def completed_recipe(recipe: Recipe, stored: ResolvedRecipe, *, moves: bool = Fa
         raise ConfigError(
             f"a function changes the values of this dataset ({own}), which is not run only because "
             "a store names it; give it with --splice"
+        )
+    if "objective" in missing and names_own_objective(stored.objective_source):
+        raise ConfigError(
+            f"a function says what gradients of this dataset are of ({stored.objective_source}), "
+            "which is not run only because a store names it; give it with --objective"
         )
     chosen = {name: defaults[name] for name in missing}
     if moves and "corpus" in missing:
@@ -337,13 +354,15 @@ def _alike(recipe: Recipe, like: ResolvedRecipe) -> Recipe:
     """Take options that were not given from the dataset that `--like` names."""
     given = {name: getattr(recipe, name) for name in _SOURCES if getattr(recipe, name) is not None}
     if recipe.model is not None:  # an adapter belongs to its model, and so do directions in it
-        like = dataclasses.replace(like, lora_source=None, splice_source=None)
+        like = dataclasses.replace(
+            like, lora_source=None, splice_source=None, objective_source=None
+        )
     if recipe.taps is not None and recipe.encode is None:
         like = dataclasses.replace(like, encode_source=None, latents=None, encode_error=False)
     if recipe.taps is not None and recipe.lens is None:
         like = dataclasses.replace(like, lens_source=None)
     if recipe.taps is not None:
-        like = dataclasses.replace(like, **dict.fromkeys((*TOPS, "objective")))
+        like = dataclasses.replace(like, **dict.fromkeys((*TOPS, "objective", "objective_source")))
     return dataclasses.replace(completed_recipe(recipe, like), **given)
 
 

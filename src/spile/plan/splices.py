@@ -153,7 +153,7 @@ def _built_in(item: str, kind: str, tap: Tap, value: str | None, arch: Arch) -> 
         mean = _mean(item, tap, value, width)
         return made(digest(mean), chosen=chosen, value=widened(mean))
     path, factor = _factored(kind, value)
-    given = _rows(item, _npy(item, path), shape, several=kind == "ablate")
+    given = read_rows(f"--splice {item}", path, shape, several=kind == "ablate")
     if kind == "steer":
         times = float(factor or 1)
         told = f"*{repr(times).removesuffix('.0')} {digest(given[0])}"
@@ -181,7 +181,7 @@ def _reconstructed(item: str, tap: Tap, whole: Tap, where: str, arch: Arch) -> S
 def _mean(item: str, tap: Tap, where: str, width: int) -> np.ndarray:
     """Return the mean in a file, or the mean of a dataset's rows of the same tap."""
     if where.endswith(".npy"):
-        return _rows(item, _npy(item, where), (width,), several=False)[0]
+        return read_rows(f"--splice {item}", where, (width,), several=False)[0]
     dataset = open_dataset(where)
     all_heads = replace(tap, heads=()).name
     if tap.name in dataset.taps:
@@ -194,7 +194,17 @@ def _mean(item: str, tap: Tap, where: str, width: int) -> np.ndarray:
     )
 
 
-def _npy(item: str, where: str) -> np.ndarray:
+def read_rows(flag: str, where: str, shape: tuple[int, ...], *, several: bool) -> np.ndarray:
+    """Read one row of a tap from a file, or with `several` any number of them: [any, width].
+
+    Args:
+        flag: the option that names the file, for errors.
+        shape: of a row.
+    """
+    return _rows(flag, _npy(flag, where), shape, several=several)
+
+
+def _npy(flag: str, where: str) -> np.ndarray:
     """Read a small array of numbers; pickles are never read."""
     path = path_of(where)
     try:
@@ -207,23 +217,23 @@ def _npy(item: str, where: str) -> np.ndarray:
             if len(data) < count * dtype.itemsize:
                 raise ValueError("ends too early")
     except OSError as error:
-        raise InputError(f"--splice {item}: {where}: {error.strerror or error}") from None
+        raise InputError(f"{flag}: {where}: {error.strerror or error}") from None
     except ValueError as error:
-        raise InputError(f"--splice {item}: {where}: {error}") from None
+        raise InputError(f"{flag}: {where}: {error}") from None
     array = np.frombuffer(data, dtype).reshape(shape).astype(np.float32)
     if not np.isfinite(array).all():
-        raise InputError(f"--splice {item}: {where}: holds NaN or infinity")
+        raise InputError(f"{flag}: {where}: holds NaN or infinity")
     return array
 
 
-def _rows(item: str, array: np.ndarray, shape: tuple[int, ...], *, several: bool) -> np.ndarray:
+def _rows(flag: str, array: np.ndarray, shape: tuple[int, ...], *, several: bool) -> np.ndarray:
     """Reshape an array to [1, width]; with `several`, to [any, width]."""
     width = int(np.prod(shape))
     fits = {shape, (width,)}
     if array.shape not in fits and not (several and array.shape[1:] in fits and len(array)):
         also = f", or several of them as [any, {width}]" if several else ""
         raise ConfigError(
-            f"--splice {item}: the file holds an array of shape {list(array.shape)}; the tap needs "
+            f"{flag}: the file holds an array of shape {list(array.shape)}; the tap needs "
             f"{list(shape)}{also}"
         )
     return array.reshape(-1, width)

@@ -12,7 +12,8 @@ steered = model.loss("The capital of France is Paris.", splice={"resid_post.9": 
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -52,10 +53,12 @@ from spile.models.forward.weights import (
     moved_params,
 )
 from spile.models.layout import ONE_DEVICE, Cuts, parse_layout
-from spile.models.sites import SPLICED
+from spile.models.objectives import FUNCTION, LOGIT_DIFF, LOGPROB, LOSS, Objective
+from spile.models.sites import GRADIENT, SPLICED
 from spile.models.taps import Tap, parse_taps, with_tops
 from spile.plan.compute_dtype import settled_compute_dtype
 from spile.plan.lenses import refuse_lens
+from spile.plan.objectives import find_objective
 from spile.plan.residency import Machine, Residency, choose_residency
 from spile.plan.roofline import Workload
 from spile.run.pipeline.display import waiting
@@ -69,6 +72,8 @@ _LONG = 2048  # tokens of a long context
 Tokens = np.ndarray | Sequence[np.ndarray] | str | Sequence[str]
 # By tap: a function of its values [rows, seq, ...], or the values to replace them with.
 SplicedTaps = Mapping[str, Change | jax.Array | np.ndarray]
+# By tap: from its values [rows, seq, ...] to a number for each token.
+ObjectiveFunctions = Mapping[str, Callable[[jax.Array], jax.Array]]
 
 
 @waiting("loading the model", late=True)
@@ -165,7 +170,10 @@ class Model:
         self.arch = settings.arch
         self._name, self._settings, self._tokenizer = name, settings, tokenizer
         self._weights = weights
-        self._run = jax.jit(self._forward, static_argnames=("taps", "spliced", "attention"))
+        self._run = jax.jit(
+            self._forward, static_argnames=("taps", "spliced", "attention", "objective")
+        )
+        self._run_jacobian = jax.jit(self._one_jacobian, static_argnames=("source", "objective"))
         self._run_stage = jax.jit(self._one_stage, static_argnames="stage")
 
     def to(self, mesh: str) -> "Model":
@@ -226,11 +234,123 @@ class Model:
         into a `jax.tree_util.Partial`. jax can differentiate the values with respect to them.
         """
         ids, segments = self._padded(tokens)
+        tops = {"attn_top": attn_top, "top_logits": top_logits}
+        chosen = with_tops(parse_taps(taps, self.arch), tops, self.arch, ids.shape[1])
+        refuse_lens(chosen, f"taps={taps!r}")
+        if gradients := [tap for tap in chosen if tap.kind.of]:
+            raise ConfigError(
+                f"{gradients[0].name}: use model.grad(text, {gradients[0].source.name!r})"
+            )
+        return self._values(ids, segments, chosen, splice)
+
+    def grad(
+        self,
+        tokens: Tokens,
+        sites: str,
+        *,
+        objective: str | ObjectiveFunctions = LOGPROB,
+        splice: SplicedTaps | None = None,
+    ) -> TapValues:
+        """Return the gradient of an objective with respect to sites [rows, seq, ...], by name.
+
+        `model.grad(text, "resid_post:4")["resid_post.4"]` says how the sum of the log-probabilities
+        of each text's next tokens changes with the stream of each token. Values beyond the end of
+        a context are NaN.
+
+        Args:
+            sites: as in `--taps`, of those in `spile.SPLICE_SITES`.
+            objective: `logprob`; `direction:TAP=FILE.npy`, the sum of dot products with a vector;
+                or functions by tap, each from values [rows, seq, ...] to a number for each token:
+                the objective is their sum over all tokens of a text.
+            splice: as in a call.
+        """
+        ids, segments = self._padded(tokens)
+        found = sorted(self._sites(sites), key=lambda tap: tap.name)
+        taps = tuple(replace(tap, site=tap.site + GRADIENT) for tap in found)
+        chosen = self._objective(objective, taps)
+        self._refuse_no_gradient("grad")
+        values = self._values(ids, segments, taps, splice, chosen)
+        named = {tap.source.name: values[tap.name] for tap in taps}
+        return TapValues(named, tuple(int(length) for length in values.lengths))
+
+    def jacobian(self, tokens: Tokens, source: str, target: str, *, at: int = -1) -> jax.Array:
+        """Return the Jacobian of a tap at one token with respect to another at every token.
+
+        Args:
+            tokens: of one text.
+            source: one tap, as in `grad`.
+            target: one tap with values for each token.
+            at: the token of the text at which the target is read; -1: the last.
+
+        Returns:
+            [values of the target, tokens, values of the source], in the compute dtype: a backward
+            pass for each value of the target.
+        """
+        ids, segments = self._padded(tokens)
+        length = ids.shape[1]
+        if len(ids) > 1 or not -length <= at < length:
+            raise ConfigError(
+                f"jacobian: give one text, and a token of it; got {len(ids)} texts of up to "
+                f"{length} tokens, and at={at}"
+            )
+        (first,) = self._one(self._sites(source), source)
+        (last,) = self._one(parse_taps(target, self.arch), target)
+        self._refuse_no_gradient("jacobian")
+        aim = Objective(kind=FUNCTION, identity=f"jacobian {last.name}", aims=(last,))
+        if self._settings.place.shards is not None:
+            raise ConfigError("jacobian: move the model to one device first: model.to('1')")
+        return self._run_jacobian(
+            self._weights, ids, segments, at % length, source=first, objective=aim
+        )
+
+    def _one(self, taps: Sequence[Tap], named: str) -> Sequence[Tap]:
+        if len(taps) != 1:
+            raise ConfigError(f"jacobian: {named!r} is {len(taps)} taps; name one")
+        return taps
+
+    def _sites(self, named: str) -> tuple[Tap, ...]:
+        """Parse the taps whose gradients are wanted."""
+        taps = parse_taps(named, self.arch)
+        for tap in taps:
+            if not tap.kind.spliced:
+                raise ConfigError(f"{tap.name} has no gradient; choose from {', '.join(SPLICED)}")
+        return taps
+
+    def _objective(self, given: str | ObjectiveFunctions, taps: tuple[Tap, ...]) -> Objective:
+        if isinstance(given, str):
+            found = find_objective(given, taps, self.arch, self._settings.compute_dtype)
+            assert found
+            if found.kind in (LOSS, LOGIT_DIFF):
+                raise ConfigError(
+                    f"objective {given}: needs a corpus; give functions by tap, as in "
+                    '{"logits": lambda values: values[..., 5] - values[..., 7]}'
+                )
+            return found
+        aims = [self._one(parse_taps(name, self.arch), name)[0] for name in given]
+        functions = {aim.name: each for aim, each in zip(aims, given.values(), strict=True)}
+        return Objective(kind=FUNCTION, identity=FUNCTION, aims=tuple(aims), functions=functions)
+
+    def _refuse_no_gradient(self, asked: str) -> None:
+        settings = self._settings
+        why = no_gradient(settings.place.device.platform, self.arch, settings.compute_dtype)
+        if isinstance(self._weights, SweptModel):
+            why = "streamed blocks are gone when the gradient needs them; give weights='resident'"
+        if settings.compute_dtype not in ("float32", "bfloat16"):
+            why = f"products in {settings.compute_dtype} have none; give compute_dtype='float32'"
+        if why:
+            raise ConfigError(f"{asked}: {why}")
+
+    def _values(
+        self,
+        ids: np.ndarray,
+        segments: np.ndarray,
+        chosen: tuple[Tap, ...],
+        splice: SplicedTaps | None,
+        objective: Objective | None = None,
+    ) -> TapValues:
+        """Run the model on padded token ids; return the values of taps."""
         changes = self._changes(splice or {}, segments > 0)
         rows, seq = ids.shape
-        tops = {"attn_top": attn_top, "top_logits": top_logits}
-        chosen = with_tops(parse_taps(taps, self.arch), tops, self.arch, seq)
-        refuse_lens(chosen, f"taps={taps!r}")
         inputs = self._divided(ids, segments, spliced=bool(changes))
         attention = self._attention()
         if isinstance(self._weights, SweptModel):
@@ -243,6 +363,7 @@ class Model:
                 taps=chosen,
                 spliced=tuple(changes),
                 attention=attention,
+                objective=objective,
             )
         shaped: dict[str, jax.Array] = {}
         for tap in chosen:
@@ -397,10 +518,37 @@ class Model:
         taps: tuple[Tap, ...],
         spliced: tuple[Tap, ...],
         attention: str,
+        objective: Objective | None,
     ) -> dict[str, jax.Array]:
-        settings = replace(self._settings, taps=taps, spliced=spliced, attention=attention)
+        settings = replace(
+            self._settings, taps=taps, spliced=spliced, attention=attention, objective=objective
+        )
         found = settings.values(params, changes, _inputs(ids, segments), contexts=1)
         return blanked(found, segments)
+
+    def _one_jacobian(
+        self,
+        params: Params,
+        ids: jax.Array,
+        segments: jax.Array,
+        at: jax.Array,
+        *,
+        source: Tap,
+        objective: Objective,
+    ) -> jax.Array:
+        """One row of the Jacobian after another: a backward pass for each value of the target."""
+        settings = replace(self._settings, taps=(), objective=objective)
+        inputs, (target,) = _inputs(ids, segments), objective.aims
+        aims, pullback = settings.linearized(params, inputs, 1, (source,))
+        values = aims[target.name]
+        shape = values.shape[2:]
+
+        def row(number: jax.Array) -> jax.Array:
+            one = (jnp.arange(math.prod(shape)) == number).astype(values.dtype).reshape(shape)
+            there = jnp.zeros(values.shape, values.dtype).at[0, at].set(one)
+            return pullback({target.name: there})[source.name]
+
+        return jax.lax.map(row, jnp.arange(math.prod(shape)))
 
 
 def _inputs(ids: jax.Array, segments: jax.Array) -> Inputs:

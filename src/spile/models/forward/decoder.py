@@ -135,7 +135,7 @@ class Decoder:
         for tap in self.aims:
             met = computed_as(tap)
             if tap.site in AFTER_BLOCKS:
-                aimed[tap.name] = aimed_after(params.outer, x, run, tap.site)
+                aimed[tap.name] = aimed_after(params.outer, x, run, tap.site, inputs.answers)
             elif met.site in outer:
                 aimed[tap.name] = outer[met.site]
             else:
@@ -233,7 +233,9 @@ class Decoder:
                     flat[tap.name] = found.astype(self._dtype_of(tap))
             if inputs.scored is not None:
                 flat[GAPS] = gaps(weights, stream, run, inputs)
-            aimed = {t.name: aimed_after(weights, stream, run, t.site) for t in self.aims}
+            aimed = {
+                t.name: aimed_after(weights, stream, run, t.site, inputs.answers) for t in self.aims
+            }
             return None, None, flat, aimed
         assert isinstance(kind, Layer)
         at = run.watching(in_block(run.changes, 0), probes, shapes)
@@ -283,7 +285,7 @@ class Decoder:
     def _run(self, inputs: Inputs, shapes: str | None = None) -> ForwardPass:
         """`shapes`: of the only block that runs, of which taps say layer 0; None: all blocks do."""
         arch, shards = self.arch, self.shards
-        tokens, positions, segments, columns, slots, sizes, _, _ = inputs
+        tokens, positions, segments, columns, slots, sizes, *_ = inputs
         pooling = None
         if self.pool:
             assert slots is not None and sizes is not None

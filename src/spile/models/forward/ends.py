@@ -8,7 +8,7 @@ from collections.abc import Collection
 from functools import partial
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from spile.models.config.arch import (
     Arch,
@@ -98,13 +98,27 @@ def after_blocks(outer: WeightArrays, x: Hidden, run: ForwardPass) -> SiteValues
     return out | in_slices(found, (normed, *tokens), _head_slices(normed, arch))
 
 
-def aimed_after(outer: WeightArrays, x: Hidden, run: ForwardPass, site: str) -> Array:
-    """The values of all tokens at a site after the blocks, to be differentiated."""
+def aimed_after(
+    outer: WeightArrays,
+    x: Hidden,
+    run: ForwardPass,
+    site: str,
+    answers: Int[Array, "rows seq 2"] | None = None,
+) -> Array:
+    """The values of all tokens at a site after the blocks, to be differentiated.
+
+    `answers`: of logits, only those of two tokens each.
+    """
     arch = run.arch
     normed = own_norm(x, "final_norm", block=outer, arch=arch)
     if site == "final_norm":
         return normed
     weights, following, has_next = _head_of(outer, run)
+    if site == "logits" and answers is not None:
+        head, bias = weights["head"][answers], weights.get("head_bias")
+        logits = jnp.einsum("rsw,rsaw->rsa", normed.astype(head.dtype), head)
+        logits = logits if bias is None else logits + bias[answers]
+        return softcap(scaled(logits, arch.logit_scale), arch.logit_softcap)
 
     def predict(hidden: Hidden, targets: Places, known: Array, weights: WeightArrays) -> Array:
         return _predicted(arch, {site: []}, {}, hidden, targets, known, weights)[site]

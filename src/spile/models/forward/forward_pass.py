@@ -54,6 +54,10 @@ class Inputs(NamedTuple):
     # Places of tokens whose next token has a log-probability from an engine, and that.
     scored: KeptColumns | None = None
     claimed: Float[Array, "rows scored"] | None = None
+    # 1 for tokens that count to an objective, if some do not; and two tokens whose logits it
+    # compares, if it does: then only their logits are aimed at.
+    aimed: Int[Array, "rows seq"] | None = None
+    answers: Int[Array, "rows seq 2"] | None = None
 
 
 @dataclass(frozen=True)

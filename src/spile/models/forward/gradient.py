@@ -19,13 +19,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
+from spile.core.errors import InputError, SpileError
 from spile.models.config.arch import Layer
 from spile.models.forward.decoder import Beside, Decoder, Inputs, SiteValues
 from spile.models.forward.ops import Hidden
 from spile.models.forward.weights import LayerSchedule, Params, WeightArrays
-from spile.models.objectives import Objective
+from spile.models.objectives import (
+    DIRECTION,
+    FUNCTION,
+    LOGIT_DIFF,
+    LOGPROB,
+    LOSS,
+    Objective,
+)
 
 # Cotangents of the aims [rows, seq, ...] -> gradients of the sites [rows x kept, ...], by tap.
 Pullback = Callable[[SiteValues], SiteValues]
@@ -58,15 +66,48 @@ def linearized(
     return values, aims, pullback
 
 
-def cotangents_of(objective: Objective, aims: SiteValues) -> SiteValues:
+def cotangents_of(objective: Objective, aims: SiteValues, inputs: Inputs) -> SiteValues:
     """Return the derivatives of an objective with respect to the values that it reads."""
+    return jax.grad(lambda aims: _total(objective, aims, inputs))(aims)
 
-    def total(aims: SiteValues) -> Array:
+
+def _total(objective: Objective, aims: SiteValues, inputs: Inputs) -> Float[Array, ""]:
+    """Sum an objective over all contexts of a batch, in float32."""
+    if objective.kind == FUNCTION:
         return sum(
-            (value.astype(jnp.float32).sum() for value in aims.values()), jnp.zeros((), jnp.float32)
+            (_own(objective, tap, values, inputs) for tap, values in aims.items()),
+            jnp.zeros((), jnp.float32),
         )
+    (values,) = (each.astype(jnp.float32) for each in aims.values())
+    if objective.kind == DIRECTION:
+        return jnp.sum(values * jnp.asarray(objective.vector, jnp.float32)[None, None])
+    if objective.kind == LOGPROB:
+        return jnp.sum(values)
+    assert inputs.aimed is not None
+    counts = inputs.aimed.astype(jnp.float32)
+    if objective.kind == LOSS:
+        return -jnp.sum(values * counts)
+    assert objective.kind == LOGIT_DIFF
+    return jnp.sum((values[..., 0] - values[..., 1]) * counts)
 
-    return jax.grad(total)(aims)
+
+def _own(objective: Objective, tap: str, values: Array, inputs: Inputs) -> Float[Array, ""]:
+    """Sum a user's own function of a tap's values over all tokens."""
+    given = f"--objective: the function of {tap}"
+    try:
+        found = objective.functions[tap](values)
+        shape = found.shape
+    except SpileError:
+        raise
+    except Exception as error:
+        told = str(error).strip().partition("\n")[0][:200]
+        raise InputError(f"{given}: {type(error).__name__}: {told}") from error
+    if shape != inputs.tokens.shape:
+        raise InputError(
+            f"{given} returned the shape {list(shape)}; return a number for each token: "
+            f"{list(inputs.tokens.shape)}"
+        )
+    return jnp.sum(jnp.where(inputs.segments > 0, found.astype(jnp.float32), 0.0))
 
 
 class Cotangents(NamedTuple):

@@ -35,7 +35,7 @@ from spile.models.config.arch import Arch, Layer
 from spile.models.files.encoders.sae import SparseEncoder
 from spile.models.forward.attention import narrowed
 from spile.models.forward.decoder import AFTER, BEFORE, GAPS, Beside, Decoder, Inputs
-from spile.models.forward.gradient import cotangents_of, linearized
+from spile.models.forward.gradient import Pullback, cotangents_of, linearized
 from spile.models.forward.jacobian import jacobian_sums, prompts_of
 from spile.models.forward.kernels.attention import chosen_kernels, for_platform
 from spile.models.forward.lens import LensHead
@@ -72,6 +72,8 @@ class StepInputs(NamedTuple):
     labels: Any
     scored: Any
     claimed: Any
+    aimed: Any
+    answers: Any
 
     @property
     def read(self) -> Inputs:
@@ -452,7 +454,7 @@ class StepSettings:
                 remat=self.remat,
             )
             values, aims, pullback = linearized(decoder, params, inputs, self.schedule)
-            found = pullback(cotangents_of(self.objective, aims))
+            found = pullback(cotangents_of(self.objective, aims, inputs))
             return values | {tap.name: found[source.name] for tap, source in gradients.items()}
 
     def stage_values(
@@ -525,6 +527,19 @@ class StepSettings:
         values = self.values(params, extras.changes, inputs.read, contexts)
         taps = {tap.name: tap for tap in self.taps}
         return self.stored(values, taps, self.encoders, extras, inputs, part, params.outer)
+
+    def linearized(
+        self, params: Params, inputs: Inputs, contexts: int, sites: tuple[Tap, ...]
+    ) -> tuple[dict[str, Array], Pullback]:
+        """Run the whole model; return the values of what the objective reads, and the pullback."""
+        assert self.objective
+        with self._precision():
+            decoder = Decoder(
+                self.arch, (), self.computed, self._attention(inputs, contexts),
+                self.place.shards, sites=sites, aims=self.objective.aims, remat=self.remat,
+            )  # fmt: skip
+            _, aims, pullback = linearized(decoder, params, inputs, self.schedule)
+        return aims, pullback
 
     def _jacobians(
         self, params: Params, changes: tuple[Partial, ...], inputs: StepInputs, contexts: int
