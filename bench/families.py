@@ -9,7 +9,7 @@ cut at the row) and are packed. `products` are the model's matrix products, chai
 tokens; those of the chosen experts are one plain product each. HF runs full rows of the same
 length, in the fastest way it has. `--profile` prints the shares of a step's time by kind of kernel,
 and the N longest kernels. `--parity` instead compares rows in the first of `--compute-dtypes` with
-HF in float32, next to HF's own in that dtype.
+HF in float32, next to HF's own in that dtype (in bfloat16 beside float8).
 """
 
 import argparse
@@ -50,8 +50,10 @@ VOCAB = 4096
 PEAK = 653e12  # FLOP/s that large products reach on an H200
 
 
-def cut_config(name: str, layers: int | None) -> tuple[dict[str, Any], int]:
-    """Return a published configuration with vocabulary and layers cut, and its full depth."""
+def cut_config(
+    name: str, layers: int | None, experts: int | None = None
+) -> tuple[dict[str, Any], int]:
+    """Return a published configuration with vocabulary, layers and experts cut, and its depth."""
     config = json.loads((CONFIGS / f"{name}.json").read_text())
     text = config.get("text_config", config)
     depth = "n_layer" if "n_layer" in text else "num_hidden_layers"
@@ -66,6 +68,9 @@ def cut_config(name: str, layers: int | None) -> tuple[dict[str, Any], int]:
     for key in ("vocab_size", "vocab_size_per_layer_input"):
         if key in text:
             text[key] = VOCAB
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if experts and key in text:
+            text[key] = min(experts, text[key])
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if isinstance(text.get(key), int):
             text[key] = 0
@@ -269,15 +274,18 @@ def parity(name: str, options: argparse.Namespace) -> None:
     import transformers
 
     from spile.models.files.checkpoint import open_checkpoint
+    from spile.models.forward.ops import FLOAT8
     from spile.models.forward.weights import LayerSchedule, load_params
     from spile.models.taps import parse_taps
     from spile.run.step.resident import ResidentStep
     from spile.run.step.step import StepDevices, StepSettings
 
     dtype = options.compute_dtypes.split(",")[0]
+    # HF has no float8.
+    halves = "bfloat16" if dtype == "float8_e4m3" else dtype
     # Rows in float16 are computed in float32, besides the products: bfloat16 would hide that.
-    stored = "float32" if dtype == "float16" else dtype
-    config, layers = cut_config(name, LAYERS.get(name, options.layers))
+    stored = "float32" if dtype == "float16" else halves
+    config, layers = cut_config(name, LAYERS.get(name, options.layers), options.experts)
     kind = getattr(transformers, config["architectures"][0])
     settings = transformers.AutoConfig.for_model(**config)
     torch.manual_seed(0)
@@ -287,11 +295,12 @@ def parity(name: str, options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         model.to(torch.bfloat16).save_pretrained(folder)
         model = kind.from_pretrained(folder, dtype=torch.float32).to(device).eval()
-        half = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
+        half = kind.from_pretrained(folder, dtype=getattr(torch, halves)).to(device).eval()
         Path(folder, "tokenizer.json").write_text("{}")  # nothing here is tokenized
         checkpoint = open_checkpoint(folder)
         schedule = LayerSchedule.of(checkpoint.arch, layers, whole=True)
-        params, _ = load_params(checkpoint, schedule, head=False, dtype=jnp.dtype(dtype))
+        held = jnp.dtype(FLOAT8 if dtype == "float8_e4m3" else dtype)
+        params, _ = load_params(checkpoint, schedule, head=False, dtype=held)
     taps = parse_taps(f"resid_post:{layers - 1}", checkpoint.arch)
     batch = natural_batch(2, options.seq_len)
     documents = [
@@ -373,7 +382,8 @@ def measure(name: str, options: argparse.Namespace) -> None:
     from spile.run.step.resident import ResidentStep
     from spile.run.step.step import StepDevices, StepSettings
 
-    config, layers = cut_config(name, None if name in WHOLE else LAYERS.get(name, options.layers))
+    kept = None if name in WHOLE else LAYERS.get(name, options.layers)
+    config, layers = cut_config(name, kept, options.experts)
     _, arch = read_config(config, "bench")
     seq = min(options.seq_len, arch.max_positions)
     rows = max(1, options.tokens // seq)
@@ -418,6 +428,7 @@ def main() -> None:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--compute-dtypes", default="bfloat16")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--experts", type=int, help="cut to so many experts")
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--seconds", type=float, default=1.0)

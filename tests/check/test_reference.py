@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -12,7 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Gemma3ForCausalLM
 
-from spile.check.reference import Reference
+from spile.check.reference import Reference, _mixed_in_float8
+from spile.models.config.hf_config import read_config
+from spile.models.forward.moe import mix
+from spile.models.forward.ops import Float8Weight
 from support import families
 from support.families import FAMILIES, REFUSED, WINDOW, randomised
 from support.marks import some
@@ -469,3 +473,30 @@ def test_in_float64_nothing_is_rounded_to_float32(name: str) -> None:
     fresh = Reference(randomised(FAMILIES[name])).taps(ids)
     assert again.keys() == fresh.keys()
     assert all(np.array_equal(again[tap], values) for tap, values in fresh.items())
+
+
+def test_experts_in_float8_are_those_of_the_model_that_stores_rows() -> None:
+    made = FAMILIES["qwen3moe-gqa"](hidden_size=128, moe_intermediate_size=128)
+    made.set_experts_implementation("eager")
+    experts = made.model.layers[0].mlp.experts
+    rng = np.random.default_rng(0)
+    weights = {
+        name: rng.standard_normal(parameter.shape).astype(np.float32) / 128**0.5
+        for name, parameter in experts.named_parameters()
+    }
+    experts.load_state_dict({name: torch.as_tensor(array) for name, array in weights.items()})
+    x = rng.standard_normal((5, 128)).astype(np.float32)
+    ids, shares = rng.permuted(np.tile(np.arange(6), (5, 1)), axis=1)[:, :2], np.full((5, 2), 0.5)
+    given = torch.as_tensor(x), torch.as_tensor(ids), torch.as_tensor(shares, dtype=torch.float32)
+    with torch.no_grad():
+        exact = experts(*given).numpy()
+        found = _mixed_in_float8(experts.forward, *given).numpy()
+    gate, up = np.split(weights["gate_up_proj"], 2, axis=1)
+    matrices = {"w_gate": gate, "w_up": up, "w_down": weights["down_proj"]}
+    block = {name: Float8Weight.of(jnp.asarray(array)) for name, array in matrices.items()}
+    config = made.config.to_dict() | {"architectures": ["Qwen3MoeForCausalLM"]}
+    arch = read_config(config, "test")[1]
+    tokens = (jnp.asarray(each)[None] for each in (x, shares.astype(np.float32), ids))
+    stored = mix(*tokens, block, arch)
+    apart = np.linalg.norm(found - np.asarray(stored)[0])
+    assert apart < 2e-3 * np.linalg.norm(exact) < 0.1 * np.linalg.norm(found - exact)

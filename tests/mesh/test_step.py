@@ -1,5 +1,6 @@
 """A step on a mesh gives the rows and statistics of a step on one device."""
 
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -17,7 +18,7 @@ from spile.models.layout import Layout
 from spile.models.taps import parse_taps
 from spile.plan.splices import find_splices
 from spile.run.step.step import Step, StepDevices
-from support import saes, tiny
+from support import families, saes, tiny
 from support.marks import some
 from support.meshes import make_batch, make_step, pooled, scored, shards_of
 
@@ -284,6 +285,26 @@ def test_float8_weights_and_scales_are_cut_alike(model: Path, layout: Layout) ->
         one, other = (np.asarray(step(batch).rows_of(tap), np.float64) for step in (whole, cut))
         # A sum in another order may round a value to the next one of float8.
         assert np.linalg.norm(one - other) < 0.05 * np.linalg.norm(one)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [Layout(1, 2, 2), Layout(1, 1, 2)], ids=str)
+def test_experts_in_float8_are_cut_alike(tmp_path: Path, layout: Layout) -> None:
+    wide = {"hidden_size": 128, "moe_intermediate_size": 128, "vocab_size": tiny.VOCAB}
+    made = families.randomised(partial(families.FAMILIES["qwen3moe-gqa"], **wide))
+    model = tmp_path / "model"
+    families.save(made, model)
+    tiny.write_tokenizer(model)
+    given = "bfloat16", "float8_e4m3"
+    whole, cut = (make_step(model, "mlp_out:0", each, *given) for each in (None, layout))
+    values, scale = cut.params.cycle[0]["w_up"]
+    assert values.addressable_shards[0].data.size * layout.fsdp * layout.model == values.size
+    assert scale.addressable_shards[0].data.size < scale.size
+    batch = make_batch(8)
+    one, other = (np.asarray(step(batch).rows_of("mlp_out.0"), np.float64) for step in (whole, cut))
+    # A token near a tie between experts may choose the other one.
+    apart = np.linalg.norm(one - other, axis=1) / np.linalg.norm(one, axis=1)
+    assert np.median(apart) < 0.02
 
 
 def test_each_device_holds_its_share_of_the_weights(model: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
@@ -40,10 +41,12 @@ from spile.check.hf_modules import (
 from spile.check.lens_rows import LensRows
 from spile.check.next_token import next_token
 from spile.core.errors import InputError
+from spile.models.config.specs import FLOAT8_TERMS
 from spile.models.sites import GRADIENT, GRADIENTS, SITES
 
 _ATTENDED = ("attn_top_keys", "attn_top_weights", "attn_summary")  # from attention weights
 _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
+_MATRIX_PRODUCTS = (torch.bmm, torch.matmul, Tensor.bmm, Tensor.matmul, Tensor.__matmul__)
 
 # Functions of a file of transformers that has layers with a convolution, or a recurrent rule.
 _CONVOLUTION, _SPACE_RULE = "causal_conv1d_fn", "mamba2_chunk_scan"
@@ -109,6 +112,7 @@ class Reference:
             )
         self._changes = [(whole[name], change) for name, change in (changes or {}).items()]
         self._products = [module for block in blocks for module in _products(block)]
+        self._mixtures = [mixture for block in blocks for mixture in _mixtures(block)]
         # The last rows of projections, not multiplied in 8 bits: steps of a state space.
         spaces = filter(None, map(find_space, blocks))
         self._exact = {id(space.in_proj): space.num_heads for space in spaces}
@@ -124,10 +128,7 @@ class Reference:
             self._adapt()
 
     def multiply_in_float8(self, on: bool) -> None:
-        """Multiply the blocks' matrices as `--compute-dtype float8_e4m3` does, from now on or not.
-
-        Experts and routers are not among them.
-        """
+        """Multiply blocks' matrices as `--compute-dtype float8_e4m3` does, from now on or not."""
         self._float8 = on
 
     def attend_by(self, implementation: str) -> None:
@@ -193,6 +194,12 @@ class Reference:
             for module in self._products if self._float8 else ():
                 module.forward = partial(_float8_product, module, self._exact.get(id(module), 0))
                 hooks.callback(delattr, module, "forward")
+            for module in self._mixtures if self._float8 else ():
+                module.forward = partial(_mixed_in_float8, module.forward)
+                hooks.callback(delattr, module, "forward")
+            if self._float8 and self._experts is not None:  # grouped products hide their factors
+                self._model.set_experts_implementation("eager")
+                hooks.callback(self._model.set_experts_implementation, self._experts)
             for point, change in self._changes:
                 hooks.callback(_change(point, change).remove)
             for point in self.points:  # (these hooks run after those of the changes)
@@ -445,6 +452,40 @@ def _products(block: Any) -> list[Any]:
     return list(found.values())
 
 
+def _mixtures(block: Any) -> list[Any]:
+    """The modules of a block's experts: one at most."""
+    named = (getattr(each, "experts", None) for each in (find_mlp(block), block))
+    return list(filter(None, named))[:1]
+
+
+def _mixed_in_float8(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    with _Float8Products():
+        return forward(*args, **named)
+
+
+class _Float8Products(TorchFunctionMode):
+    """Rounds the factors of matrix products to float8, by token and by channel.
+
+    Products that Spile does not multiply in float8 keep their factors.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        named: dict[str, Any] = kwargs or {}
+        if func is torch.nn.functional.linear:
+            x, weight, *bias = args
+            bias = bias[0] if bias else named.get("bias")
+        elif func in _MATRIX_PRODUCTS:
+            x, weight, bias = args[0], args[1].mT, None
+        else:
+            return func(*args, **named)
+        if weight.shape[-1] % FLOAT8_TERMS:
+            return func(*args, **named)
+        y = _rounded_product(x, weight)
+        return y if bias is None else y + bias
+
+
 def _float8_product(module: Any, exact: int, x: Tensor) -> Tensor:
     """The output of a module whose factors are rounded to float8, by token and by channel.
 
@@ -452,11 +493,16 @@ def _float8_product(module: Any, exact: int, x: Tensor) -> Tensor:
         exact: number of the last channels that are not rounded.
     """
     weight = module.weight if isinstance(module, torch.nn.Linear) else module.weight.T  # Conv1D
-    (values, by_token), (w, by_channel) = _scaled_to_float8(x), _scaled_to_float8(weight)
-    y = (values @ w.T * by_token * by_channel.squeeze(-1)).to(x.dtype)
+    y = _rounded_product(x, weight)
     if exact:
         y[..., -exact:] = x @ weight[-exact:].T
     return y if module.bias is None else y + module.bias
+
+
+def _rounded_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply [..., in] by [..., out, in], both rounded to float8."""
+    (values, by_token), (w, by_channel) = _scaled_to_float8(x), _scaled_to_float8(weight)
+    return (values @ w.mT * by_token * by_channel.mT).to(x.dtype)
 
 
 def _scaled_to_float8(values: Tensor) -> tuple[Tensor, Tensor]:

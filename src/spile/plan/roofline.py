@@ -183,7 +183,7 @@ class Workload:
         if in_float32(spec.name):
             return 4 * values
         if self.compute_dtype == "float8_e4m3" and in_float8(spec):
-            return values + 4 * spec.shape[0]
+            return values + 4 * math.prod(spec.shape[:-1])
         return values * self._held_item(spec)
 
     @cached_property

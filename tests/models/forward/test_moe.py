@@ -17,7 +17,9 @@ from spile.models.config.arch import Arch, Experts, Layer
 from spile.models.config.rope import Rope
 from spile.models.config.specs import block_specs
 from spile.models.forward import moe
+from spile.models.forward.kernels.grouped import Float8Rows, Groups, ragged, tiled
 from spile.models.forward.moe import mix, route
+from spile.models.forward.ops import Float8Weight, to_float8
 from spile.models.forward.weights import Block
 from support import quick
 from support.marks import some
@@ -238,10 +240,10 @@ def test_bfloat16_stays_within_its_own_rounding(kind: str) -> None:
     assert np.abs(np.asarray(out, np.float32) - exact).max() < 2**-6 * np.abs(exact).max()
 
 
-def test_rows_gathered_in_pairs_are_those_rows() -> None:
+def test_rows_gathered_in_words_are_those_rows() -> None:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((7, 12)), jnp.bfloat16)
     places = jnp.asarray([3, 0, 6, 3, 5])
-    found = moe._rows_by_pairs(x, places)
+    found = moe._rows_by_words(x, places)
     assert found.dtype == x.dtype
     np.testing.assert_array_equal(np.asarray(found), np.asarray(x)[np.asarray(places)])
 
@@ -278,3 +280,51 @@ def test_corrected_scores_choose_and_plain_ones_weigh_as_in_hf(
     assert np.array_equal(found[2], np.take_along_axis(ids.numpy(), order, -1))
     plain = np.argsort(-logits.numpy(), axis=-1)[:, :3]
     assert (np.sort(plain) != np.sort(found[2])).any(), "the correction tells"
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """Values as float8 holds them, each row scaled to its largest."""
+    numbers, scale = to_float8(jnp.asarray(values, jnp.float32))
+    return np.asarray(numbers, np.float64) * np.asarray(scale, np.float64)[..., None]
+
+
+@pytest.mark.parametrize("weighs_input", [False, True])
+def test_experts_in_float8_multiply_rounded_factors(weighs_input: bool) -> None:
+    rng = np.random.default_rng(3)
+    experts = Experts(COUNT, 2, normalised=True, weighs_input=weighs_input)
+    arch = arch_of(experts=experts)
+    exact = random_block(arch)
+    block = on_device(exact, "bfloat16") | {
+        name: Float8Weight.of(jnp.asarray(exact[name])) for name in ("w_gate", "w_up", "w_down")
+    }
+    x = jnp.asarray(rng.standard_normal((ROWS, SEQ, WIDTH)), jnp.bfloat16)
+    _, weights, ids = ROUTE(x, block, experts)
+    found = np.asarray(MIX(x, weights, ids, block, arch), np.float64)
+    narrow = {name: rounded(exact[name]) for name in ("w_gate", "w_up", "w_down")}
+    given, shares = rounded(np.asarray(x, np.float32)), np.asarray(weights, np.float64)
+    wanted = np.zeros_like(found)
+    for place in itertools.product(range(ROWS), range(SEQ), range(2)):
+        row, token, _ = place
+        expert, share = int(ids[place]), shares[place]
+        read = given[row, token] * (share if weighs_input else 1.0)
+        gate, up = (narrow[name][expert] @ read for name in ("w_gate", "w_up"))
+        inner = gate / (1 + np.exp(-gate)) * up
+        out = narrow["w_down"][expert] @ rounded(inner.astype(np.float32)[None])[0]
+        wanted[row, token] += out * (1.0 if weighs_input else share)
+    # Inner layers are rounded to bfloat16 first, which may move a number to the next of float8.
+    assert np.linalg.norm(found - wanted) < 0.03 * np.linalg.norm(wanted)
+
+
+def test_each_way_multiplies_float8_alike() -> None:
+    rng = np.random.default_rng(4)
+    sizes = (5, 0, 9, 3)
+    x = Float8Rows(*to_float8(jnp.asarray(rng.standard_normal((20, 16)), jnp.float32)))
+    w = Float8Weight.of(jnp.asarray(rng.standard_normal((4, 8, 16)), jnp.float32))
+    runs = Groups(jnp.asarray(sizes), 20)
+    owner = np.repeat(np.arange(4), sizes)
+    rows = np.asarray(x.values, np.float64) * np.asarray(x.scale)[:, None]
+    matrices = np.asarray(w.values, np.float64) * np.asarray(w.scale)[..., None]
+    wanted = np.einsum("ri,roi->ro", rows[:17], matrices[owner])
+    for way, close in ((tiled, 1e-5), (ragged, 2.0**-8)):
+        found = np.asarray(way(runs)(x, w), np.float64)[:17]
+        assert np.linalg.norm(found - wanted) <= close * np.linalg.norm(wanted)

@@ -19,8 +19,9 @@ import xxhash
 from spile.core.errors import Interrupted
 from spile.core.tensors import TensorInfo, as_bytes, write_tensors
 from spile.core.threads import cancelled_by
-from spile.models.config.arch import Arch
+from spile.models.config.arch import Arch, Experts
 from spile.models.config.family import Family
+from spile.models.config.hf_config import read_config
 from spile.models.config.specs import block_specs
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.safetensors import read_tensor
@@ -420,8 +421,10 @@ def test_matrices_are_of_float16_and_the_rest_of_float32(tmp_path: Path) -> None
     assert found[0] == found[1]
 
 
-def test_of_experts_only_the_shared_one_is_of_float8(tmp_path: Path) -> None:
-    """So is the plain MLP of the first layer. The router's correction is not rounded."""
+def test_experts_of_widths_that_no_kernel_takes_are_not_of_float8(tmp_path: Path) -> None:
+    """The shared one is, and so is the plain MLP of the first layer. The router's correction is
+    not rounded.
+    """
     _, checkpoint = saved(EVERY["glm4moe-gqa"], tmp_path)
     schedule = LayerSchedule.of(checkpoint.arch, 4, whole=True)
     params, _ = load_params(checkpoint, schedule, head=True, dtype=jnp.dtype(jnp.float8_e4m3fn))
@@ -431,6 +434,20 @@ def test_of_experts_only_the_shared_one_is_of_float8(tmp_path: Path) -> None:
         assert narrow == {"wq", "wk", "wv", "wo", *(stem + n for n in ("gate", "up", "down"))}
     assert {str(routed[name].dtype) for name in ("w_up", "w_router")} == {"bfloat16"}
     assert str(routed["correction"].dtype) == "float32"
+
+
+def test_experts_are_of_float8_with_a_scale_for_each_channel_of_each() -> None:
+    _, tiny_arch = read_config(tiny.CONFIG, "test")
+    arch = replace(tiny_arch, width=256, mlp_width=192, experts=Experts(4, 2, normalised=True))
+    schedule = LayerSchedule.of(arch, 2, whole=True)
+    dtype = jnp.dtype(jnp.float8_e4m3fn)
+    (block,) = abstract_params(arch, schedule, head=True, dtype=dtype).cycle
+    for name in ("w_gate", "w_up"):
+        assert (block[name].values.shape, block[name].scale.shape) == (
+            (2, 4, 192, 256),
+            (2, 4, 192),
+        )
+    assert block["w_down"].dtype == jnp.bfloat16  # 192 is not a multiple of 128
 
 
 def test_many_files_load_as_one(tmp_path: Path) -> None:

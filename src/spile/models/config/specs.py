@@ -36,19 +36,21 @@ class ParamSpec:
 # The arrays of an MLP begin with these; with experts, so do those of the shared one, and of the MLP
 # in blocks without experts.
 MLP, SHARED, DENSE = "w_", "ws_", "wd_"
-# What `--compute-dtype float8_e4m3` multiplies in 8 bits, unless the MLP's are of experts.
+# What `--compute-dtype float8_e4m3` multiplies in 8 bits.
 _FLOAT8 = (
     "wq", "wk", "wv", "wg", "wo", "wqa", "wqb", "wka", "wkr", "wdq", "wdk", "wdv", "wdg", "wdgn",
     "wdo", "wmz", "wmx", "wmb", "wmc", "wmo", "wcb", "wcc", "wcx", "wco",
     *(m + n for m in (MLP, SHARED, DENSE) for n in ("gate", "up", "down")),
 )  # fmt: skip
 
+FLOAT8_TERMS = 128  # experts' kernel adds up so many at once; other widths stay in bfloat16
 _FLOAT16_OUTSIDE = ("embed", "head", "layer_embeds", "layer_embeds_from")
 
 
 def in_float8(spec: ParamSpec) -> bool:
     """Whether an array can be held in float8, with a scale for each output channel."""
-    return spec.name in _FLOAT8 and len(spec.shape) == 2
+    experts = len(spec.shape) == 3
+    return spec.name in _FLOAT8 and not (experts and spec.shape[-1] % FLOAT8_TERMS)
 
 
 def in_float16(name: str) -> bool:

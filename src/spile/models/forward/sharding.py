@@ -52,7 +52,7 @@ class Shards:
             stacked: with a leading axis of blocks.
             scale: of the scales of its output channels instead.
         """
-        along = self.cuts.along(self.axes[name])[: 1 if scale else None]
+        along = self.cuts.along(self.axes[name])[: -1 if scale else None]
         return self._named(*[None] * stacked, *along)
 
     def used(self, name: str, array: jax.Array) -> jax.Array:

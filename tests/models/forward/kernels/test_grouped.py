@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from spile.models.forward.kernels import grouped
-from spile.models.forward.kernels.grouped import EIGHT, Gating, Groups
-from spile.models.forward.ops import activate
+from spile.models.forward.kernels.grouped import EIGHT, Float8Rows, Gating, Groups
+from spile.models.forward.ops import FLOAT8, Float8Weight, activate, to_float8
 from support.marks import some
 
 SIZES = (300, 0, 1, 211, 128, 0)
@@ -64,6 +64,28 @@ def test_the_hopper_kernel_is_lowered_by_this_jax(terms: int) -> None:
     assert "mosaic_gpu" in lowered.as_text()
 
 
+@pytest.mark.parametrize("gated", some([False, True], True))
+def test_the_hopper_kernel_of_float8_is_lowered_by_this_jax(gated: bool) -> None:
+    def run(rows: Float8Rows, w: Float8Weight, sizes: jax.Array) -> jax.Array:
+        runs = Groups(sizes, 500, EIGHT)
+        if gated:
+            return grouped.mosaic_gated(runs, Gating("silu"))(rows, w, w)
+        return grouped.mosaic(runs)(rows, w)
+
+    rows = Groups(jnp.asarray(SIZES), 500, EIGHT).rows
+    narrow, wide = (
+        partial(jax.ShapeDtypeStruct, dtype=FLOAT8),
+        partial(jax.ShapeDtypeStruct, dtype=jnp.float32),
+    )
+    shapes = [
+        Float8Rows(narrow((rows, 768)), wide((rows,))),
+        Float8Weight(narrow((len(SIZES), 832, 768)), wide((len(SIZES), 832))),
+        jax.ShapeDtypeStruct((len(SIZES),), jnp.int32),
+    ]
+    lowered = jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
 @pytest.mark.parametrize("name", some(GATINGS, "gpt-oss"))
 def test_the_hopper_kernel_of_gated_layers_is_lowered_by_this_jax(name: str) -> None:
     gating = GATINGS[name]
@@ -101,7 +123,7 @@ def test_the_hopper_kernel_multiplies_as_the_tiles_do(
     count = sum(sizes) + 100  # the last 100 belong to no expert
     x = jnp.asarray(rng.standard_normal((count, inner)), jnp.bfloat16)
     w = jnp.asarray(rng.standard_normal((len(sizes), outer, inner)) / inner**0.5, jnp.bfloat16)
-    assert grouped.mosaic_serves(x, w)
+    assert grouped.mosaic_serves(w)
     expert = jnp.asarray(np.repeat(np.arange(len(sizes)), sizes).tolist() + [len(sizes) - 1] * 100)
 
     @partial(jax.jit, static_argnums=0)
@@ -150,4 +172,37 @@ def test_the_hopper_kernel_of_gated_layers_activates_products(
         return activate(both[1], both[0], *gating)
 
     found, wanted = (np.asarray(f(x), np.float32) for f in (run, definition))
+    assert np.linalg.norm(found - wanted) <= 4e-3 * np.linalg.norm(wanted)
+
+
+@pytest.mark.skipif(not grouped.has_mosaic(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("gating", [None, Gating("silu")])
+@pytest.mark.parametrize(("sizes", "inner", "outer"), [(SIZES, 128, 256), ((700, 90), 768, 832)])
+def test_the_hopper_kernel_multiplies_float8(
+    sizes: tuple[int, ...], inner: int, outer: int, gating: Gating | None
+) -> None:
+    rng = np.random.default_rng(0)
+    count, experts = sum(sizes), len(sizes)
+    x = Float8Rows(*to_float8(jnp.asarray(rng.standard_normal((count, inner)), jnp.float32)))
+    weights = rng.standard_normal((2, experts, outer, inner)) / inner**0.5
+    gate, up = (Float8Weight.of(jnp.asarray(each, jnp.float32)) for each in weights)
+    owner = np.repeat(np.arange(experts), sizes)
+    runs = Groups(jnp.asarray(sizes), count, EIGHT)
+    laid = runs.lay(jnp.arange(count), jnp.asarray(owner))
+    rows = Float8Rows(x.values[laid], x.scale[laid])
+    if gating:
+        found = grouped.mosaic_gated(runs, gating)(rows, gate, up)
+    else:
+        found = grouped.mosaic(runs)(rows, up)
+    found = np.asarray(found[runs.places(jnp.asarray(owner))], np.float64)
+    read = np.asarray(x.values, np.float64) * np.asarray(x.scale, np.float64)[:, None]
+    by_gate, by_up = (
+        np.einsum(
+            "ri,roi->ro",
+            read,
+            (np.asarray(w.values, np.float64) * np.asarray(w.scale)[..., None])[owner],
+        )
+        for w in (gate, up)
+    )
+    wanted = by_gate / (1 + np.exp(-by_gate)) * by_up if gating else by_up
     assert np.linalg.norm(found - wanted) <= 4e-3 * np.linalg.norm(wanted)

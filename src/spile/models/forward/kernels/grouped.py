@@ -20,13 +20,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from spile.models.forward.ops import activate, gpu_capability, product
+from spile.models.forward.ops import (
+    FLOAT8,
+    Float8Weight,
+    activate,
+    gpu_capability,
+    product,
+)
 
 _GATHERED = 1 << 28  # most bytes of expert weights to gather at once
 _MOSAIC = "jax.experimental.pallas.mosaic_gpu"
-# A tile of the Hopper kernel: its rows, its columns, and the terms that it adds up at once. These
-# shapes were the fastest (docs/benchmarks.md).
-_ROWS, _COLUMNS, _TERMS = 128, 256, 64
+# A tile of the Hopper kernel: its rows, its columns, and the bytes of the terms that it adds up at
+# once. These shapes were the fastest (docs/benchmarks.md).
+_ROWS, _COLUMNS, _TERM_BYTES = 128, 256, 128
 _CORES = 132  # multiprocessors of an H100 or H200, if the device does not report its own
 _STORED = 64  # rows and columns that are stored at once
 EIGHT = 8  # the GPU copies rows in multiples of this
@@ -34,8 +40,18 @@ EIGHT = 8  # the GPU copies rows in multiples of this
 # Activations that the Hopper kernel has; others need the error function, which it has not.
 _GATED = ("silu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu")
 
-Grouped: TypeAlias = Callable[[Float[Array, "rows in"], Float[Array, "experts out in"]], Array]
-Gated: TypeAlias = Callable[..., Array]
+
+class Float8Rows(NamedTuple):
+    """Rows in float8, with a scale for each."""
+
+    values: Float[Array, "rows in"]
+    scale: Float[Array, " rows"]
+
+
+Rows: TypeAlias = Float[Array, "rows in"] | Float8Rows
+Matrices: TypeAlias = Float[Array, "experts out in"] | Float8Weight
+# Both in float8, or neither.
+Grouped: TypeAlias = Callable[[Rows, Matrices], Array]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +86,32 @@ class Groups:
         return jnp.zeros(self.rows, values.dtype).at[self.places(expert)].set(values)
 
 
+def unscaled(values: Rows | Matrices) -> Array:
+    """Return the numbers to multiply, without their scales."""
+    return values.values if isinstance(values, (Float8Rows, Float8Weight)) else values
+
+
+def scaled_by_row(products: Float[Array, "rows out"], x: Rows) -> Array:
+    return products * x.scale[:, None] if isinstance(x, Float8Rows) else products
+
+
 def ragged(runs: Groups) -> Grouped:
     """Multiply by the TPU's instruction. (On other devices it would multiply by all experts.)"""
-    return lambda x, w: jax.lax.ragged_dot(x, w.swapaxes(1, 2), runs.sizes)
+
+    def multiply(x: Rows, w: Matrices) -> Array:
+        if not isinstance(w, Float8Weight):
+            return by_instruction(unscaled(x), w)
+        # bfloat16 holds every number of float8.
+        given, by = unscaled(x).astype(jnp.bfloat16), w.values.astype(jnp.bfloat16)
+        y = by_instruction(given, by, jnp.float32)
+        experts = jnp.arange(len(runs.sizes))
+        of = jnp.repeat(experts, runs.sizes, total_repeat_length=runs.count)
+        return scaled_by_row(y * w.scale[of], x).astype(jnp.bfloat16)
+
+    def by_instruction(x: Array, w: Array, dtype: Any = None) -> Array:
+        return jax.lax.ragged_dot(x, w.swapaxes(1, 2), runs.sizes, preferred_element_type=dtype)
+
+    return multiply
 
 
 def tiled(runs: Groups) -> Grouped:
@@ -81,13 +120,15 @@ def tiled(runs: Groups) -> Grouped:
     A tile holds rows of one expert only, so the last tile of a run is padded. The number of tiles
     does not depend on the routing: it is the number that the rows fill, plus one for each expert.
     A tile is at most a quarter of a mean run (except for very few rows), so this adds at most a
-    quarter.
+    quarter. Float8 is multiplied in float32.
     """
     sizes, count, experts = runs.sizes, runs.count, len(runs.sizes)
     tile = min(1024, max(8, 1 << (max(1, count // (4 * experts)).bit_length() - 1)))
 
-    def multiply_all(x: Array, w: Array) -> Array:
-        chunk = max(1, _GATHERED // (w[0].size * w.dtype.itemsize))
+    def multiply_all(x: Rows, w: Matrices) -> Array:
+        rows, weights = unscaled(x), unscaled(w)
+        item = max(weights.dtype.itemsize, 4 if isinstance(w, Float8Weight) else 0)
+        chunk = max(1, _GATHERED // (weights[0].size * item))
         tiles = -(-count // tile) + experts
         chunk = min(chunk, tiles)
         owner, within, used = _tiles(sizes, tile, -(-tiles // chunk) * chunk)
@@ -98,13 +139,17 @@ def tiled(runs: Groups) -> Grouped:
 
         def multiply(part: tuple[Array, Array]) -> Array:
             places, owner = part
-            gathered = x.at[places].get(mode="fill", fill_value=0)
-            return product("tni,toi->tno", gathered, w[owner])
+            gathered = rows.at[places].get(mode="fill", fill_value=0)
+            if not isinstance(w, Float8Weight):
+                return product("tni,toi->tno", gathered, weights[owner])
+            wide = (a.astype(jnp.float32) for a in (gathered, weights[owner]))
+            return product("tni,toi->tno", *wide) * w.scale[owner][:, None, :]
 
         parts = (places.reshape(-1, chunk, tile), owner.reshape(-1, chunk))
         out = jax.lax.map(multiply, parts).reshape(len(owner) * tile, -1)
         whole = jnp.zeros((count, out.shape[-1]), out.dtype)
-        return whole.at[places.reshape(-1)].set(out, mode="drop")
+        whole = whole.at[places.reshape(-1)].set(out, mode="drop")
+        return scaled_by_row(whole, x)
 
     return multiply_all
 
@@ -122,14 +167,16 @@ def _tiles(
     return owner, number - (ends - each)[owner], ends[-1]
 
 
-def mosaic_serves(x: jax.Array, *weights: Array) -> bool:
-    """Return whether the Hopper kernel can multiply rows like `x` by these weights here."""
-    halves = x.dtype in (jnp.bfloat16, jnp.float16) and all(w.dtype == x.dtype for w in weights)
-    wide = all(
-        w.shape[1] >= _COLUMNS and w.shape[1] % _STORED == 0 and w.shape[2] % _TERMS == 0
-        for w in weights
-    )
-    return halves and wide and has_mosaic()
+def mosaic_serves(*matrices: Matrices) -> bool:
+    """Return whether the Hopper kernel can multiply by these weights here."""
+
+    def served(w: Array) -> bool:
+        _, columns, terms = w.shape
+        fits = columns >= _COLUMNS and columns % _STORED == 0
+        fits = fits and terms * w.dtype.itemsize % _TERM_BYTES == 0
+        return fits and w.dtype in (jnp.bfloat16, jnp.float16, FLOAT8)
+
+    return all(served(unscaled(w)) for w in matrices) and has_mosaic()
 
 
 @cache
@@ -145,7 +192,7 @@ def mosaic(runs: Groups) -> Grouped:
     is 6 to 15 times as slow. Rows that belong to no expert are left unset.
     """
     table = _table(runs)
-    return lambda x, w: _hopper(x.shape[1], w.shape[1], x.dtype, runs.rows)(*table, x, w)
+    return lambda x, w: _multiplied(runs, table, x, [w])
 
 
 class Gating(NamedTuple):
@@ -159,7 +206,7 @@ class Gating(NamedTuple):
         return self.activation in _GATED and dtype == jnp.bfloat16
 
 
-def mosaic_gated(runs: Groups, gating: Gating) -> Gated:
+def mosaic_gated(runs: Groups, gating: Gating) -> Callable[..., Array]:
     """Multiply by the gate's and the other matrix in one kernel that activates their products.
 
     Rows are read once, products are never rounded or stored, and half as many values leave the
@@ -168,14 +215,34 @@ def mosaic_gated(runs: Groups, gating: Gating) -> Gated:
     table = _table(runs)
 
     def multiply(
-        x: Array, gate: Array, up: Array, biases: tuple[Array, Array] | None = None
+        x: Rows, gate: Matrices, up: Matrices, biases: tuple[Array, Array] | None = None
     ) -> Array:
-        run = _hopper(x.shape[1], up.shape[1], x.dtype, runs.rows, gating, biases is not None)
-        over = -up.shape[1] % (_COLUMNS // 2)  # a tile reads whole columns of these
-        wide = [jnp.pad(bias.astype(jnp.float32), ((0, 0), (0, over))) for bias in biases or ()]
-        return run(*table, x, gate, up, *wide)
+        return _multiplied(runs, table, x, [gate, up], gating, biases or ())
 
     return multiply
+
+
+def _multiplied(
+    runs: Groups,
+    table: list[Int[Array, " tiles"]],
+    x: Rows,
+    matrices: list[Matrices],
+    gating: Gating | None = None,
+    biases: tuple[Array, ...] = (),
+) -> Array:
+    """Run the Hopper kernel."""
+
+    def wide(values: Array) -> Array:  # a tile reads whole columns of these
+        over = -values.shape[1] % (_COLUMNS // 2)
+        return jnp.pad(values.astype(jnp.float32), ((0, 0), (0, over)))
+
+    scales: list[Array] = []
+    if isinstance(x, Float8Rows):
+        x, scales = x.values, [jnp.pad(x.scale, (0, _ROWS))]
+        scales += [wide(w.scale) for w in matrices if isinstance(w, Float8Weight)]
+    given = [unscaled(w) for w in matrices]
+    run = _hopper(x.shape[1], given[0].shape[1], x.dtype, runs.rows, gating)
+    return run(*table, x, *given, *scales, *map(wide, biases))
 
 
 def _table(runs: Groups) -> list[Int[Array, " tiles"]]:
@@ -194,18 +261,20 @@ def _table(runs: Groups) -> list[Int[Array, " tiles"]]:
 
 @cache
 def _hopper(
-    terms: int, columns: int, dtype: Any, rows: int, gating: Gating | None = None,
-    biased: bool = False,
-) -> Callable[..., Array]:  # fmt: skip
+    terms: int, columns: int, dtype: Any, rows: int, gating: Gating | None
+) -> Callable[..., Array]:
     """Return the kernel: persistent, with one warpgroup that loads and two that multiply.
 
     It takes the table of `_table`, which counts in eights because the GPU copies eight rows whole.
     With `gating` it takes two matrices, and each warpgroup has half of a tile's rows of both, so
-    that it has both products of a value; without, half of a tile's columns.
+    that it has both products of a value; without, half of a tile's columns. Rows and matrices in
+    float8 come with their scales, matrices that are gated with biases or without.
     """
     pl: Any = importlib.import_module("jax.experimental.pallas")
     gpu: Any = importlib.import_module(_MOSAIC)
-    steps = terms // _TERMS
+    at_once = _TERM_BYTES // dtype.itemsize
+    steps = terms // at_once
+    result = jnp.dtype(jnp.bfloat16) if dtype == FLOAT8 else dtype
     # If the number of stages divides a tile's steps, the next tile loads while one is stored.
     stages = next((n for n in (4, 3) if steps % n == 0), 4)
     follows = steps % stages == 0
@@ -213,11 +282,13 @@ def _hopper(
     wide = half if gating else _COLUMNS  # columns of the result in a tile
     tall = _ROWS // 2 if gating else _ROWS  # rows of a tile that a warpgroup has
     across = -(-columns // wide)
-    swizzled = (gpu.TilingTransform((8, 64)), gpu.SwizzleTransform(128))  # 64 values of 16 bits
+
+    def swizzled(values: int) -> tuple[Any, Any]:
+        return gpu.TilingTransform((8, values)), gpu.SwizzleTransform(_TERM_BYTES)
 
     def pipeline(body: Any, context: Any, state: Any = None) -> Any:
         specs = [
-            gpu.BlockSpec((size, _TERMS), lambda k: (0, k), transforms=swizzled)
+            gpu.BlockSpec((size, at_once), lambda k: (0, k), transforms=swizzled(at_once))
             for size in (_ROWS, *((wide, wide) if gating else (_COLUMNS,)))
         ]
         return gpu.emit_pipeline_warp_specialized(
@@ -229,7 +300,10 @@ def _hopper(
     def grouped_product(
         owners: Any, firsts: Any, lefts: Any, used: Any, x: Any, *rest: Any
     ) -> None:
-        matrices, biases, out = rest[: 2 if gating else 1], rest[2:-1], rest[-1]
+        count = 2 if gating else 1
+        matrices, others, out = rest[:count], rest[count:-1], rest[-1]
+        scales = others[: 1 + count] if dtype == FLOAT8 else ()
+        biases = others[len(scales) :]
 
         def nothing(*_: Any) -> None:
             return None
@@ -237,7 +311,7 @@ def _hopper(
         @partial(
             pl.run_scoped,
             buffers=pipeline(nothing, nothing).get_allocations(x, *(w.at[0] for w in matrices)),
-            stored=gpu.SMEM((2, 2, _STORED, _STORED), dtype, transforms=swizzled),
+            stored=gpu.SMEM((2, 2, _STORED, _STORED), result, transforms=swizzled(_STORED)),
             collective_axes="group",
         )
         def scope(buffers: Any, stored: Any) -> None:
@@ -264,16 +338,24 @@ def _hopper(
                 def finish(run: Any) -> None:
                     def sums(*totals: Any) -> None:
                         run(totals)
-                        store(combined([total[...] for total in totals]).astype(dtype))
+                        store(combined([total[...] for total in totals]).astype(result))
 
                     pl.run_scoped(sums, *[gpu.ACC((tall, half), jnp.float32) for _ in matrices])
 
+                def spread(values: Any, where: tuple[Any, ...], axis: int) -> Any:
+                    own = gpu.load(values, where, optimized=False)
+                    return jax.lax.broadcast_in_dim(own, (tall, half), (axis,))
+
                 def combined(products: list[Any]) -> Any:
                     """Return the values to store of a tile's products."""
+                    if scales:
+                        by_row = spread(scales[0], (pl.ds(first + down, tall),), 0)
+                        products = [each * by_row for each in products]
+                    there = (owner, pl.ds(over, half))
+                    for number, scale in enumerate(scales[1:]):
+                        products[number] = products[number] * spread(scale, there, 1)
                     for number, bias in enumerate(biases):
-                        own = gpu.load(bias, (owner, pl.ds(over, half)), optimized=False)
-                        spread = jax.lax.broadcast_in_dim(own, (tall, half), (1,))
-                        products[number] = products[number] + spread
+                        products[number] = products[number] + spread(bias, there, 1)
                     if gating is None:
                         return products[0]
                     return activate(products[1], products[0], *gating)
@@ -304,7 +386,7 @@ def _hopper(
 
     return gpu.kernel(
         grouped_product,
-        out_type=jax.ShapeDtypeStruct((rows, columns), dtype),
+        out_type=jax.ShapeDtypeStruct((rows, columns), result),
         grid=(getattr(jax.local_devices()[0], "core_count", None) or _CORES,),
         grid_names=("sm",),
         num_threads=3,
