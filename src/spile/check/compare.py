@@ -27,6 +27,12 @@ from spile.check.disagreement import Disagreement, disagreement_of
 from spile.check.latent_rows import RowLatents, SparseTap
 from spile.check.load import References, Taps, load_references, versions
 from spile.check.matching import match
+from spile.check.reconstructions import (
+    ErrorTap,
+    Reconstruction,
+    Reconstructions,
+    with_errors,
+)
 from spile.check.sampled import (
     SampledRows,
     ingested_documents,
@@ -133,6 +139,7 @@ class TapCheck:
     loss: Loss  # the cost of storing alone
     bfloat16: float | None = None  # the reference's own distance in bfloat16, for float8
     really: str | None = None  # the tap or the token that rows too far off belong to, if known
+    reconstruction: Reconstruction | None = None  # of a stored error
 
     @property
     def ok(self) -> bool:
@@ -322,7 +329,19 @@ class _Comparison:
         self._half = partial(_by_heads, computed.half, tops=tops) if computed.half else None
         self._divergences: dict[str, list[np.ndarray]] = {}
         self._sparse = {tap: SparseTap(tap, each) for tap, each in job.encoders.items()}
-        names = [self._name(tap) for tap in job.recipe.taps]
+        errors = [
+            ErrorTap(tap, self._sparse[tap], each.error_of)
+            for tap, each in job.encoders.items()
+            if each.error_of
+        ]
+        self._reconstructions = Reconstructions(errors, self._exact)
+        self._exact, self._rough, self._again = (
+            with_errors(taps, errors) for taps in (self._exact, self._rough, self._again)
+        )
+        self._half = with_errors(self._half, errors) if self._half else None
+        self._wanted = (*job.recipe.taps, *(each.name for each in errors))
+        self._errors = {each.name for each in errors}
+        names = [self._name(tap) for tap in self._wanted]
         self._distances: dict[str, dict[str, list[np.ndarray]]] = {name: {} for name in names}
         self._losses = {name: LossCounter(dataset.shape(name)) for name in names}
         self._samples: list[tuple[Document, np.ndarray]] = []
@@ -345,6 +364,8 @@ class _Comparison:
         self._samples = [*self._samples, (document, tokens)][:_MATCHED]
         for sampled in sampled_rows(document, tokens, packed, recipe.pool, recipe.seq_len):
             self.add_rows(document, sampled)
+            for context in sampled.contexts:
+                self._reconstructions.add(context)
 
     def add_rows(self, document: Document, sampled: SampledRows) -> None:
         """Compare some rows of a document, or the sums of a unit."""
@@ -353,8 +374,10 @@ class _Comparison:
 
     def _add_rows(self, document: Document, sampled: SampledRows) -> int:
         """Compare some rows of a document; return how many have only one correct value."""
-        wanted = self._recipe.taps
-        neighbours = {tap: _neighbour(tap, self._arch) for tap in wanted}
+        wanted = self._wanted
+        neighbours = {
+            tap: None if tap in self._errors else _neighbour(tap, self._arch) for tap in wanted
+        }
         experts = self._experts if self._by_row else None
         routers = {"router_logits"} if experts else set[str]()
         logits = {"logits"} if self._half else set[str]()
@@ -454,7 +477,9 @@ class _Comparison:
         return self._sparse[tap].name if tap in self._sparse else tap
 
     def results(self) -> dict[str, TapCheck]:
-        return {tap: self._matched(tap, self._result(tap)) for tap in self._distances}
+        made = self._reconstructions.results()
+        found = {tap: self._matched(tap, self._result(tap)) for tap in self._distances}
+        return {tap: replace(each, reconstruction=made.get(tap)) for tap, each in found.items()}
 
     def _matched(self, tap: str, found: TapCheck) -> TapCheck:
         """Say what the rows of a tap really are, if they are too far and of single tokens."""
@@ -466,7 +491,7 @@ class _Comparison:
     def _result(self, tap: str) -> TapCheck:
         rows = {name: np.concatenate(parts) for name, parts in self._distances[tap].items()}
         # A latent at its threshold is either on or off: in any dtype some rows may differ by one.
-        chosen = any(tap == sparse.name for sparse in self._sparse.values())
+        chosen = tap in self._errors or any(tap == each.name for each in self._sparse.values())
         scale, scale_of_all = map(row_scales, (rows["length"], rows["length of all"]))
         floor = max(
             self._overall(rows["floor"] / scale, _SPARED_FLOOR, chosen),

@@ -9,7 +9,7 @@ from spile.core.recipe import latent_names
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.document import Document
 from spile.dataset.read.dtypes import STORED
-from spile.models.files.encoders.arithmetic import activations, latents_of
+from spile.models.files.encoders.arithmetic import activations, latents_of, reconstruction
 from spile.models.files.encoders.sae import Arrays, SparseEncoder
 from spile.models.files.encoders.tensors import load_arrays
 from spile.models.splices import kth_largest
@@ -70,6 +70,13 @@ class SparseTap:
         top = [self._largest(self._of_span(flat[each], sampled.by)) for each in sampled.members]
         found, ids = zip(*top, strict=True)
         return RowLatents(np.concatenate(found), np.concatenate(ids))
+
+    def reconstructed(self, rows: np.ndarray) -> np.ndarray:
+        """Return the reconstructions of rows of the reference, from all of their latents."""
+        flat, sae = rows.reshape(len(rows), -1).astype(np.float32), self._encoder.sae
+        parts = [flat[i : i + _ROWS] for i in range(0, len(flat), _ROWS)]
+        made = (reconstruction(sae, self._arrays, p, np, np.matmul, kth_largest) for p in parts)
+        return np.concatenate(list(made))
 
     def _of_span(self, rows: np.ndarray, by: str) -> np.ndarray:
         """Return the mean or the maximum of each latent: [1, latents]."""

@@ -104,13 +104,9 @@ class Reference:
         ]
         for i, block in enumerate(blocks):
             self.points += block_points(block, f".{i}", heads)
-        whole = {point.name: point for point in self.points if point.whole}
-        if missing := {*(changes or {})} - whole.keys():
-            raise InputError(
-                f"check cannot recompute a change at {min(missing)}: no module of "
-                f"{type(self.model).__name__} takes or returns just that"
-            )
-        self._changes = [(whole[name], change) for name, change in (changes or {}).items()]
+        self._whole = {point.name: point for point in self.points if point.whole}
+        self._refuse_partial(changes or {})
+        self._changes = [(self._whole[name], change) for name, change in (changes or {}).items()]
         self._products = [module for block in blocks for module in _products(block)]
         self._mixtures = [mixture for block in blocks for mixture in _mixtures(block)]
         # The last rows of projections, not multiplied in 8 bits: steps of a state space.
@@ -146,6 +142,7 @@ class Reference:
         *,
         noise: int | None = None,
         tops: Mapping[str, int] | None = None,
+        replaced: Mapping[str, np.ndarray] | None = None,
     ) -> dict[str, np.ndarray]:
         """Compute the taps of one context, whose first token is at position 0.
 
@@ -157,6 +154,7 @@ class Reference:
                 changes all later roundings: the result is different but as correct.
             tops: How many values to keep at sites that keep the largest, by the option that says
                 so.
+            replaced: Values with which the model continues, in place of its own, by tap.
 
         Returns:
             By tap, one row per token: float32 (float64 if the model is), or int64 for ids.
@@ -200,7 +198,7 @@ class Reference:
             if self._float8 and self._experts is not None:  # grouped products hide their factors
                 self._model.set_experts_implementation("eager")
                 hooks.callback(self._model.set_experts_implementation, self._experts)
-            for point, change in self._changes:
+            for point, change in (*self._changes, *self._replacing(replaced or {})):
                 hooks.callback(_change(point, change).remove)
             for point in self.points:  # (these hooks run after those of the changes)
                 if wanted(point.name) or looked(point.name) or point.name in lensed:
@@ -233,6 +231,21 @@ class Reference:
             if not wanted(name):
                 del found[name]
         return found
+
+    def _refuse_partial(self, changed: Mapping[str, Any]) -> None:
+        if missing := {*changed} - self._whole.keys():
+            raise InputError(
+                f"check cannot recompute a change at {min(missing)}: no module of "
+                f"{type(self.model).__name__} takes or returns just that"
+            )
+
+    def _replacing(self, replaced: Mapping[str, np.ndarray]) -> list[tuple[Point, _Change]]:
+        self._refuse_partial(replaced)
+
+        def instead(new: np.ndarray) -> _Change:
+            return lambda old: new.reshape(old.shape).astype(old.dtype)
+
+        return [(self._whole[name], instead(new)) for name, new in replaced.items()]
 
     def _gradients(
         self, ids: Tensor, names: Collection[str], noise: int | None

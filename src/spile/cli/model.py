@@ -264,6 +264,14 @@ def check_text(out: str, report: "CheckReport") -> str:
             f"{tap.loss.relative_l2:.2e} ({tap.loss.typical_channel:.2e})  "
             f"{tap.loss.cosine:.6f}{verdict}"
         )
+    for name, tap in report.taps.items():
+        if made := tap.reconstruction:
+            after = made.replaced_loss
+            told = "" if after is None else f", {after:.4g} with its reconstructions in their place"
+            lines.append(
+                f"{name}: {made.error:.3g} of the rows' length is not reconstructed; the model's "
+                f"loss is {made.loss:.4g} nats a token{told}"
+            )
     far = sum(tap.error > tap.allowed for tap in report.taps.values())
     unclear = sum(not tap.ok for tap in report.taps.values()) - far
     disagree = "disagrees" if far == 1 else "disagree"
