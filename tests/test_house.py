@@ -72,10 +72,12 @@ EXEMPT = {
     "objects/memory.py": "contracts/test_objects.py",
     "objects/rooted.py": "contracts/test_objects.py",
     "plan/lenses.py": "e2e/test_lens_top.py",
+    "plan/cutting.py": "plan/test_resolve.py",
     "plan/fetch.py": "e2e/test_hub.py",
     "models/objectives.py": "e2e/test_gradients.py",
     "plan/answers.py": "e2e/test_gradients.py",
     "plan/objectives.py": "e2e/test_gradients.py",
+    "run/step/output.py": "run/step/test_step.py",
 }
 
 

@@ -13,39 +13,24 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
-import numpy as np
-
 from spile.core.config import MAX_DOC_BYTES, PREVIEW, Recipe, flag_of
 from spile.core.errors import ConfigError, DriftError, InputError
 from spile.core.expressions import RowFilter
-from spile.core.humanize import plural
 from spile.core.identity import contents_digest, sampled_digests
 from spile.core.pool import COVARIANCE, JACOBIAN, Pool, is_reduced, label_columns, reduces
 from spile.core.recipe import OF_EACH_ROW, TOPS, ResolvedRecipe
-from spile.core.units import Unit
 from spile.corpus.chat_layouts import refuse_other_layout, settle_chats
 from spile.corpus.chats.rows import RowReader, read_as
 from spile.corpus.files import find_files, lasting
 from spile.corpus.formats.contract import CorpusFile, ReadOptions
 from spile.corpus.formats.token_ids import read_ids, settle_ids
-from spile.corpus.named_columns import keep_spelled, refuse_missing_columns, settled_columns
+from spile.corpus.named_columns import keep_spelled, settled_columns
 from spile.corpus.programs.program import Program, is_program
 from spile.corpus.reader import CorpusReader
-from spile.corpus.select import selection_of
 from spile.corpus.tokenize import TextTokenizer
-from spile.corpus.units import (
-    CutOptions,
-    CutSoFar,
-    make_units,
-    sampled_files,
-    tokens_per_byte,
-    without_duplicates,
-)
 from spile.dataset import format as fmt
-from spile.dataset.format import TapInfo
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.table import Table, read_tokenizer
-from spile.dataset.records.unit_table import UnitColumns
 from spile.models.config.kernel_choice import no_gradient
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.encoders.sae import SparseEncoder
@@ -55,6 +40,7 @@ from spile.objects import exists, open_objects
 from spile.objects.hub.names import continued, newest, pinned
 from spile.objects.paths import AnyPath
 from spile.plan.compute_dtype import settled_compute_dtype
+from spile.plan.cutting import cut_corpus, make_table
 from spile.plan.encoders import each_source, find_encoders, gain_before, stored_taps
 from spile.plan.growth import (
     can_grow,
@@ -63,11 +49,11 @@ from spile.plan.growth import (
     in_stored_order,
     refuse_other_growth,
 )
-from spile.plan.job import ExtractionJob, open_reader, prepare_documents
+from spile.plan.job import ExtractionJob
 from spile.plan.lenses import find_lens
 from spile.plan.objectives import find_objective, objective_source
 from spile.plan.objectives import names_program as names_own_objective
-from spile.plan.pooling import reducing, refuse_missing_spans, refuse_pool
+from spile.plan.pooling import reducing, refuse_pool
 from spile.plan.roofline import cpu_unit_tokens
 from spile.plan.splices import (
     SAE,
@@ -165,7 +151,12 @@ def resolve(
         raise ConfigError(f"--taps: {why}")
     if objective and reduces(resolved.pool) == JACOBIAN:
         raise ConfigError("--reduce jacobian: a gradient has none here; tap the sites themselves")
-    if objective and objective.kind == LOSS and reading is None and not is_program(recipe.corpus):
+    if (
+        objective
+        and objective.kind == LOSS
+        and reading is None
+        and not is_program(resolved.corpus_source)
+    ):
         raise ConfigError(
             f"--objective {objective.identity}: the corpus holds no chats; name their column with "
             "--messages"
@@ -188,11 +179,11 @@ def resolve(
         new = len(files) - len(stored.files)
         refuse_other_layout(recipe, files[len(stored.files) :], growing.flag)
         growing.say_known(len(found.difference(str(file.path) for file in files)), new)
-        cut = partial(_cut, resolved, tokenizer, reading=reading)
+        cut = partial(cut_corpus, resolved, tokenizer, reading=reading)
         table = growing.grown(stored, sources, files, resolved, cut)
     else:
         seq_len, dtype = resolved.seq_len, resolved.store_dtype
-        table = stored or _make_table(
+        table = stored or make_table(
             resolved,
             stored_taps(taps, encoders, checkpoint.arch, seq_len, dtype, resolved.pool),
             tokenizer,
@@ -499,140 +490,6 @@ def corpus_identity(
     unnamed = (file.path for file, identity in zip(files, own, strict=True) if not identity)
     digests = iter(sampled_digests(unnamed))
     return tuple(identity or next(digests) for identity in own)
-
-
-def _make_table(
-    resolved: ResolvedRecipe,
-    taps: dict[str, TapInfo],
-    tokenizer: TextTokenizer,
-    files: list[CorpusFile],
-    reading: RowReader | None,
-    *,
-    named: tuple[str, ...],
-    like: Table | None = None,
-) -> Table:
-    """Args:
-    named: columns to keep that the user named; they must exist.
-    like: a table whose units to copy, if a single cut cannot make them.
-    """
-    if like:
-        units, kept, more = [*like.units], like.kept, like.sources
-    else:
-        units, kept = _cut(resolved, tokenizer, files, reading=reading, named=named)
-        more = ()
-    _log.info(
-        "unit table: %s, about %s, in %s",
-        plural(sum(unit.num_docs for unit in units), "document"),
-        plural(sum(unit.tokens for unit in units), "token"),
-        plural(len(units), "unit"),
-    )
-    return Table(
-        recipe=resolved,
-        fingerprint=resolved.fingerprint(),
-        taps=taps,
-        files=tuple(
-            {"path": str(f.path), "identity": identity}
-            for f, identity in zip(files, resolved.corpus, strict=True)
-        ),
-        units=UnitColumns.of(units),
-        kept=kept,
-        more_sources=more[1:],
-    )
-
-
-def _cut(
-    resolved: ResolvedRecipe,
-    tokenizer: TextTokenizer,
-    files: list[CorpusFile],
-    *,
-    reading: RowReader | None,
-    named: tuple[str, ...] = (),
-    so_far: CutSoFar | None = None,
-    before: Sequence[Unit] = (),
-) -> tuple[list[Unit], float]:
-    """Cut the corpus into units; also return the estimated share of tokens that become rows.
-
-    Args:
-        named: columns to keep that must exist.
-        so_far: where to continue an earlier cut.
-        before: the units of that cut; their texts count as duplicates.
-    """
-    first = so_far.file if so_far else 0
-    with closing(open_reader(resolved, files, reading)) as reader:
-        refuse_missing_columns(reader, named)
-        refuse_missing_spans(Pool.parse(resolved.pool) if resolved.pool else None, reader)
-        density = tokens_per_byte(reader, tokenizer.count, first)
-        read, kept, labels = _shares(resolved, reader, tokenizer, first)
-        options = CutOptions(
-            unit_tokens=resolved.unit_tokens,
-            density=density * selection_of(resolved).share,
-            read=read,
-            keep=named,
-            max_docs=resolved.max_docs,
-            max_tokens=resolved.max_tokens,
-            shuffle=resolved.shuffle_docs,
-        )
-        units = make_units(reader, options, so_far)
-        if resolved.dedupe and units:
-            units = without_duplicates([*before, *units], reader)[len(before) :]
-    if is_reduced(resolved.pool):  # each unit has every label, however many tokens it has
-        kept = labels * len(units) / max(1, sum(unit.tokens for unit in units))
-    return units, kept
-
-
-def _shares(
-    resolved: ResolvedRecipe, reader: CorpusReader, tokenizer: TextTokenizer, first: int
-) -> tuple[float, float, int]:
-    """Return the share of tokens that the model reads, the share of those that become rows, and the
-    most rows of a file.
-
-    All are measured on the first documents of a few files, from file `first` on.
-    """
-    if resolved.reads_all and resolved.keeps_all:
-        return 1.0, 1.0, 0
-    whole = dataclasses.replace(resolved, where=None, every=None, pool=None)
-    chosen = RowFilter(resolved.where, resolved.every)
-    every = read = rows = most = 0
-    indexes: list[np.ndarray] = []
-    for file in sampled_files(reader, first):
-        documents, taken = reader.sample(file)
-        first_ones = documents.first(resolved.max_docs)
-        found = prepare_documents(whole, tokenizer, first_ones, with_table=False)
-        sampled = sum(len(ids) for ids in found.tokens.values())
-        every += round(sampled * reader.opened(file).times_longer(taken))
-        read += found.packed.num_tokens
-        if resolved.pool is None:
-            rows += int(chosen.mask(found.packed.index).sum())
-        else:
-            pooled = prepare_documents(resolved, tokenizer, first_ones, with_table=False)
-            rows += pooled.packed.num_rows
-            most = max(most, pooled.packed.num_rows)
-        indexes.append(found.packed.index)
-    if read and resolved.where:
-        _warn_of_no_choice(resolved, np.concatenate(indexes))
-    # A sample without kept rows, as with `doc >= 10000`, gives no estimate.
-    return read / every if read else 1.0, rows / read if rows else 1.0, most
-
-
-def _warn_of_no_choice(resolved: ResolvedRecipe, index: np.ndarray) -> None:
-    """Warn if `--where` keeps all rows of a sample, or none, which few people want."""
-    rows = RowFilter(resolved.where, None)
-    kept = int(rows.mask(index).sum())
-    if 0 < kept < len(index):
-        return
-    absent = [name for name, bits in rows.flags.items() if not (index["flags"] & bits).any()]
-    reasons = [f"none of them is marked `{name}`" for name in absent if name != "bos"]
-    if "bos" in absent:
-        reasons.append(
-            "this tokenizer adds no BOS; to drop each context's first token use `pos >= 1`"
-        )
-    _log.warning(
-        "--where '%s' keeps %s of the first %s tokens%s",
-        resolved.where,
-        "all" if kept else "none",
-        f"{len(index):,}",
-        f": {'; '.join(reasons)}" if reasons else "",
-    )
 
 
 def _refuse_drift(

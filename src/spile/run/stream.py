@@ -34,7 +34,7 @@ from spile.run.assembly import Assembly
 from spile.run.pipeline.display import waiting
 from spile.run.pipeline.merging import PartMerger, mergers
 from spile.run.pipeline.nonfinite import FiniteTaps
-from spile.run.step.step import StepOutput
+from spile.run.step.output import StepOutput
 from spile.run.world.devices import prepared_device
 from spile.run.world.rank import find_rank
 from spile.run.world.world import RunContext, SingleWorld

@@ -15,7 +15,7 @@ import pytest
 from spile.metrics import Counters
 from spile.run.pipeline import worker as pipeline
 from spile.run.pipeline.worker import DeviceClock
-from spile.run.step.step import StepOutput
+from spile.run.step.output import StepOutput
 
 TOKENS = 12
 PAUSE = 0.25

@@ -21,8 +21,8 @@ from spile.models.files.encoders import open_sae
 from spile.models.files.encoders.sae import SparseEncoder
 from spile.models.files.encoders.tensors import load_arrays
 from spile.models.forward.weights import LayerSchedule, Params, load_params
+from spile.run.step.output import StepOutput
 from spile.run.step.resident import ResidentStep
-from spile.run.step.step import StepOutput
 from support import meshes, saes, tiny
 from support.marks import some
 

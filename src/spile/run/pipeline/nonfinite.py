@@ -19,7 +19,8 @@ from spile.dataset.codec.documents import kept_of
 from spile.models.taps import Tap
 from spile.plan.job import ExtractionJob, PreparedUnit
 from spile.run.pipeline.overflow import Overflow
-from spile.run.step.step import Step, StepOutput
+from spile.run.step.output import StepOutput
+from spile.run.step.step import Step
 
 _log = logging.getLogger("spile.run")
 _LONGEST = 60  # characters shown of a value kept of a document

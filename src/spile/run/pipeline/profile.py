@@ -14,7 +14,8 @@ import jax
 
 from spile.core.errors import ConfigError, DataError
 from spile.corpus.pack import Batch
-from spile.run.step.step import StagePrograms, Step, StepOutput
+from spile.run.step.output import StepOutput
+from spile.run.step.step import StagePrograms, Step
 
 _DIRECTORY = "spile-profile"
 _STEP = "spile_step"  # name of a step in a trace

@@ -26,7 +26,7 @@ from spile.plan.job import ExtractionJob, PreparedUnit
 from spile.run.pipeline.disagreement import DisagreementWatch, DocumentGaps
 from spile.run.pipeline.merging import PartMerger, mergers
 from spile.run.pipeline.nonfinite import FiniteTaps
-from spile.run.step.step import StepOutput
+from spile.run.step.output import StepOutput
 from spile.run.world.world import RunContext
 
 _log = logging.getLogger("spile.run")

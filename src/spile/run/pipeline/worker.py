@@ -27,7 +27,8 @@ from spile.run.pipeline.nonfinite import NonfiniteError
 from spile.run.pipeline.overflow import find_overflow
 from spile.run.pipeline.pickers import Picker
 from spile.run.pipeline.sink import Sink, Taker
-from spile.run.step.step import Step, StepOutput
+from spile.run.step.output import StepOutput
+from spile.run.step.step import Step
 from spile.run.world.devices import local_devices
 from spile.run.world.world import RunContext
 

@@ -11,14 +11,12 @@ import jax
 
 from spile.corpus.pack import Batch
 from spile.models.forward.weights import Params
+from spile.run.step.output import Runs, StepOutput, StepRows
 from spile.run.step.step import (
     Computed,
     Programs,
-    Runs,
     StagePrograms,
     StepInputs,
-    StepOutput,
-    StepRows,
     StepSettings,
     input_shapes,
     step_inputs,

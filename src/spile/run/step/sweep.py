@@ -44,15 +44,13 @@ from spile.models.forward.streamed import Passing, SpilledStreams, SweptModel, w
 from spile.models.forward.weights import Params, WeightArrays
 from spile.models.sites import LENSES
 from spile.models.taps import Tap
+from spile.run.step.output import Runs, StepOutput, StepRows
 from spile.run.step.step import (
     Computed,
     Programs,
-    Runs,
     Stage,
     StagePrograms,
     StepInputs,
-    StepOutput,
-    StepRows,
     StepSettings,
     input_shapes,
     step_inputs,
