@@ -19,7 +19,10 @@ from spile.core.config import Recipe
 from spile.core.errors import ConfigError, DriftError, SpileError
 
 TOLERANCE = 2e-5  # of the tap's largest value
-TAPS = "resid_post_grad:all,resid_pre_grad:0,z_grad:1.h1+h2,embed_grad,mlp_out_grad:0,logprob"
+TAPS = (
+    "resid_post_grad:all,resid_post_attr:1,z_attr:0,resid_pre_grad:0,z_grad:1.h1+h2,embed_grad,"
+    "mlp_out_grad:0,logprob"
+)
 SEQ = 32
 
 
@@ -41,7 +44,10 @@ def of_hf(model: Path, context: np.ndarray) -> dict[str, np.ndarray]:
     reference = Reference(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
     ids = torch.tensor(context.astype(np.int64))
     found = gradients(reference.model, reference.points, ids, logprob)
+    values = reference.taps(context, {"resid_post", "z"})
     return {
+        "resid_post_attr.1": (found["resid_post.1"] * values["resid_post.1"]).sum(axis=-1),
+        "z_attr.0": (found["z.0"] * values["z.0"]).sum(axis=-1),
         "resid_post_grad.0": found["resid_post.0"],
         "resid_post_grad.1": found["resid_post.1"],
         "resid_pre_grad.0": found["resid_pre.0"],
@@ -83,7 +89,8 @@ def test_a_filter_and_pooling_apply_to_gradients_as_to_values(
 ) -> None:
     """The objective still counts every token."""
     some = made(recipe, tmp_path / "some", taps="resid_post_grad:0", where="pos >= 3", every=2)
-    mean = made(recipe, tmp_path / "mean", taps="resid_post_grad:0", pool="mean")
+    taps = "resid_post_grad:0,resid_post_attr:1"
+    mean = made(recipe, tmp_path / "mean", taps=taps, pool="mean")
     whole = dataset.read("resid_post_grad.0")
     index, kept = dataset.index(0, len(dataset)), some.index(0, len(some))
     rows = {key: row for row, key in enumerate(zip(index["doc"], index["offset"], strict=True))}
@@ -91,8 +98,9 @@ def test_a_filter_and_pooling_apply_to_gradients_as_to_values(
     assert 0 < len(places) < len(rows)
     np.testing.assert_allclose(some.read("resid_post_grad.0"), whole[places], atol=1e-6)
     for row, doc in enumerate(mean.index(0, len(mean))["doc"][:5]):
-        wanted = whole[index["doc"] == doc].mean(axis=0)
-        np.testing.assert_allclose(mean.read("resid_post_grad.0")[row], wanted, atol=1e-6)
+        for tap in ("resid_post_grad.0", "resid_post_attr.1"):
+            wanted = dataset.read(tap)[index["doc"] == doc].mean(axis=0)
+            np.testing.assert_allclose(mean.read(tap)[row], wanted, rtol=1e-5, atol=2e-6)
 
 
 def test_gradients_are_added_to_a_dataset_and_resumed(

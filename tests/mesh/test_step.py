@@ -67,6 +67,23 @@ def test_rows_and_statistics_are_those_of_one_device(
         np.testing.assert_allclose(cut.variance, exact.variance, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("layout", "keep"),
+    some([(SQUARE, True), (SQUARE, False), (CUT_THREE_WAYS, True), (Layout(1, 8), True)],
+         (SQUARE, True)),
+    ids=str,
+)  # fmt: skip
+def test_gradients_are_those_of_one_device(model: Path, layout: Layout, keep: bool) -> None:
+    batch = make_batch(24, keep=keep)
+    taps = "embed_grad,resid_pre_grad:0,z_grad:all,mlp_hidden_grad:1,resid_post_grad:all,z_attr:1"
+    one, mesh = (make_step(model, taps, each)(batch) for each in (None, layout))
+    assert len(one.batches[0].rows) == 10
+    for tap in one.batches[0].rows:
+        wanted, found = one.rows_of(tap), mesh.rows_of(tap)
+        assert found.shape == wanted.shape and len(found) == batch.counts.sum()
+        np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+
+
 @pytest.mark.parametrize("layout", some([SQUARE, Layout(1, 1, 3), CUT_THREE_WAYS], SQUARE), ids=str)
 def test_gaps_of_an_engine_are_those_of_one_device(model: Path, layout: Layout) -> None:
     batch = scored(make_batch(24), 5)

@@ -20,6 +20,7 @@ from spile.models.forward.weights import LayerSchedule, load_params
 from spile.models.layout import Cuts, Layout
 from spile.models.sites import AFTER_BLOCKS
 from spile.models.taps import Tap, parse_taps
+from spile.plan.objectives import find_objective
 from spile.run.step.resident import ResidentStep
 from spile.run.step.step import StepDevices, StepSettings
 from spile.run.step.stored import Extras
@@ -47,7 +48,9 @@ def make_step(
     """`encoders`: by tap, each with its arrays."""
     checkpoint = open_checkpoint(str(directory))
     chosen = parse_taps(taps, checkpoint.arch)
-    computed = (*chosen, Tap("logprob")) if compares else chosen
+    objective = find_objective(None, chosen, checkpoint.arch, compute_dtype)
+    aims = objective.aims if objective else ()
+    computed = (*chosen, Tap("logprob")) if compares else (*chosen, *aims)
     depth = max(tap.layers_needed(checkpoint.arch) for tap in computed)
     schedule = LayerSchedule.of(checkpoint.arch, depth, whole=needs_whole_block(computed, depth))
     shards = shards_of(checkpoint, layout) if layout else None
@@ -63,7 +66,7 @@ def make_step(
         arch=checkpoint.arch, taps=chosen, schedule=schedule, compute_dtype=compute_dtype,
         store_dtype=store_dtype, place=StepDevices(jax.devices()[0], shards),
         encoders={tap: encoder for tap, (encoder, _) in encoders.items()}, spliced=tuple(splices),
-        pool=pool, compares=compares,
+        pool=pool, compares=compares, objective=objective,
     )  # fmt: skip
     arrays = {tap: arrays for tap, (_, arrays) in encoders.items()}
     return ResidentStep(params, settings, Extras(scales or {}, arrays, tuple(splices.values())))

@@ -42,7 +42,7 @@ from spile.check.lens_rows import LensRows
 from spile.check.next_token import next_token
 from spile.core.errors import InputError
 from spile.models.config.specs import FLOAT8_TERMS
-from spile.models.sites import GRADIENT, GRADIENTS, SITES
+from spile.models.sites import BACKWARD, GRADIENT, SITES
 
 _ATTENDED = ("attn_top_keys", "attn_top_weights", "attn_summary")  # from attention weights
 _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -185,7 +185,7 @@ class Reference:
         _forget_longer_contexts(self._rotary)
         if made := {name for name in sites or () if _is_gradient(name)}:
             sites = {*(sites or ())} - made
-            found |= self._gradients(ids, made, noise)
+            found |= self._backward(token_ids, ids, made, noise)
             if not sites:
                 return found
         with ExitStack() as hooks, torch.no_grad(), self._arithmetic():
@@ -246,6 +246,19 @@ class Reference:
             return lambda old: new.reshape(old.shape).astype(old.dtype)
 
         return [(self._whole[name], instead(new)) for name, new in replaced.items()]
+
+    def _backward(
+        self, token_ids: np.ndarray, ids: Tensor, names: Collection[str], noise: int | None
+    ) -> dict[str, np.ndarray]:
+        """Compute gradients, and attributions: gradients times values, summed."""
+        summed = {name for name in names if BACKWARD[name.partition(".")[0]].summed}
+        sources = {name: _source_of(name) for name in summed}
+        wanted = {*names} - summed | {_gradient_of(source) for source in sources.values()}
+        found = self._gradients(ids, wanted, noise)
+        values = self.taps(token_ids, {*sources.values()}, noise=noise) if summed else {}
+        for name, source in sources.items():
+            found[name] = (values[source] * found[_gradient_of(source)]).sum(axis=-1)
+        return {name: found[name] for name in names}
 
     def _gradients(
         self, ids: Tensor, names: Collection[str], noise: int | None
@@ -527,7 +540,13 @@ def _scaled_to_float8(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_gradient(name: str) -> bool:
-    return name.partition(".")[0] in GRADIENTS
+    return name.partition(".")[0] in BACKWARD
+
+
+def _source_of(name: str) -> str:
+    """The name of the tap whose gradient or attribution this is."""
+    site, dot, layer = name.partition(".")
+    return f"{BACKWARD[site].of}{dot}{layer}"
 
 
 def _gradient_of(name: str) -> str:

@@ -62,7 +62,7 @@ def taps_text(entries: Sequence[Mapping[str, Any]], width: int) -> str:
             lines += _wrapped(", ".join(entry["aliases"]), width, "    also ", " " * 9)
     sites = dict.fromkeys(re.split(r"[.:]", entry["name"])[0] for entry in entries)
     having = ", ".join(site for site in sites if site in SPLICED)
-    told = f"gradient of --objective with respect to SITE: {having}"
+    told = f"gradient of --objective with respect to SITE (SITE_attr: times values): {having}"
     return "\n".join(
         [*lines, *_wrapped(told, width, f"{'SITE_grad':{names}}  ", " " * (names + 2))]
     )

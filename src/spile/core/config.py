@@ -134,11 +134,11 @@ class Recipe(Options):
         "how many of the most likely next tokens to store per row, if --taps names top_logits [64]"
     )
     objective: str | None = option(
-        "what SITE_grad taps are the gradient of: logprob, the sum of the log-probabilities of a "
-        "document's next tokens; loss:assistant, less that sum over a role's tokens alone; "
-        "logit-diff:COLUMN_A,COLUMN_B, the logit of one token less that of another after a "
-        "document's last token; direction:TAP=FILE.npy, the sum of dot products with a vector; or "
-        "your own, FILE.py:FUNCTION [logprob]"
+        "what SITE_grad and SITE_attr taps are the gradient of: logprob, the sum of the "
+        "log-probabilities of a document's next tokens; loss:assistant, less that sum over a "
+        "role's tokens alone; logit-diff:COLUMN_A,COLUMN_B, the logit of one token less that of "
+        "another after a document's last token; direction:TAP=FILE.npy, the sum of dot products "
+        "with a vector; or your own, FILE.py:FUNCTION [logprob]"
     )
     lens: str | None = option(
         "directory of a lens (spile lens fit, tuned-lens or jacobian-lens), whose most likely next "

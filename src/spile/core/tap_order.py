@@ -33,9 +33,11 @@ RANKED = (
 )  # fmt: skip
 _ALL = *BEFORE_BLOCKS, *IN_A_BLOCK, *OF_A_LENS, *AFTER_BLOCKS
 _PLACES = {site: n for n, site in enumerate(_ALL)}
-# A site, or its gradient; for an encoded tap, what is stored of it; the layer; the heads.
-_NAME = re.compile(r"(\w+?)(_grad)?(_latents|_latent_ids|_error)?(?:\.(\d{1,9})((?:\.h\d{1,9})*))?")
-_OF_A_SITE = (None, "_grad")
+# A site, its gradient or attribution; of an encoded tap, what is stored; the layer; the heads.
+_NAME = re.compile(
+    r"(\w+?)(_grad|_attr)?(_latents|_latent_ids|_error)?(?:\.(\d{1,9})((?:\.h\d{1,9})*))?"
+)
+_OF_A_SITE = (None, "_grad", "_attr")
 _STORED = (None, "_latents", "_latent_ids", "_error")
 
 

@@ -51,7 +51,8 @@ class Site:
     group: str = ""
     of_chosen: bool = False  # computed for the kept tokens and the chosen heads alone
     advice: str = ""  # what to do about its size, if its rows are large
-    of: str = ""  # the site whose gradient it is
+    of: str = ""  # the site whose gradient, or attribution, it is
+    summed: bool = False  # an attribution: the gradient times the values, summed over the last axis
 
     @property
     def layered(self) -> bool:
@@ -333,8 +334,8 @@ LENSES = {
 AFTER_BLOCKS = tuple(site.name for site in SITES.values() if site.stage == AFTER)
 SPLICED = tuple(site.name for site in SITES.values() if site.spliced)
 # Sites that a backward pass computes, each from one where values can be changed.
-GRADIENT = "_grad"
-GRADIENTS = {
+GRADIENT, ATTRIBUTION = "_grad", "_attr"
+_GRADIENTS = {
     name + GRADIENT: replace(
         SITES[name],
         name=name + GRADIENT,
@@ -347,6 +348,18 @@ GRADIENTS = {
     )
     for name in SPLICED
 }
+_ATTRIBUTIONS = {
+    name + ATTRIBUTION: replace(
+        gradient,
+        name=name + ATTRIBUTION,
+        meaning=f"gradient of the objective with respect to {name}, times its values: their sum",
+        shape=gradient.shape[:-1],
+        dtype="float32",
+        summed=True,
+    )
+    for name, gradient in zip(SPLICED, _GRADIENTS.values(), strict=True)
+}
+BACKWARD = _GRADIENTS | _ATTRIBUTIONS
 GROUPS = {  # names that stand for several sites in `--taps`
     group: tuple(site.name for site in SITES.values() if site.group == group)
     for group in dict.fromkeys(site.group for site in SITES.values() if site.group)

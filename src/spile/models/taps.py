@@ -29,10 +29,11 @@ from spile.models.config.arch import (
 )
 from spile.models.sites import (
     AFTER,
+    ATTRIBUTION,
+    BACKWARD,
     BEFORE,
     FEATURES,
     GRADIENT,
-    GRADIENTS,
     GROUPS,
     LENS_BLOCK,
     LENSES,
@@ -88,11 +89,11 @@ class Tap:
     @property
     def kind(self) -> Site:
         """Its site's row of the table."""
-        return _site(self.site) or GRADIENTS[self.site]
+        return _site(self.site) or BACKWARD[self.site]
 
     @property
     def source(self) -> "Tap":
-        """The tap whose gradient it holds; of any other tap, itself."""
+        """The tap whose gradient or attribution it holds; of any other tap, itself."""
         return replace(self, site=self.kind.of) if self.kind.of else self
 
     @property
@@ -337,7 +338,7 @@ def _parse_item(item: str, arch: Arch) -> set[Tap]:
             for site in GROUPS[site_name]
             for tap in _parse_item(site + item.removeprefix(site_name), arch)
         }
-    site = _site(site_name) or GRADIENTS.get(site_name)
+    site = _site(site_name) or BACKWARD.get(site_name)
     if site is None:
         raise _unknown_site_error(item, site_name, arch)
     if not site.layered:
@@ -492,10 +493,11 @@ def _unknown_site_error(item: str, site: str, arch: Arch) -> ConfigError:
             f"--taps {item!r}: whole states are too large to store ({whole:,} values for each "
             "token and layer); delta_state_norm has one number for each head"
         )
-    if site.endswith(GRADIENT) and site.removesuffix(GRADIENT) in SITES:
-        having = ", ".join(SPLICED)
-        return ConfigError(f"--taps {item!r}: gradients are those of {having}; add {GRADIENT}")
-    known = (*SITES, *GROUPS, *GRADIENTS)
+    for suffix in (GRADIENT, ATTRIBUTION):
+        if site.endswith(suffix) and site.removesuffix(suffix) in SITES:
+            having = ", ".join(SPLICED)
+            return ConfigError(f"--taps {item!r}: gradients are those of {having}; add {suffix}")
+    known = (*SITES, *GROUPS, *BACKWARD)
     near = difflib.get_close_matches(site, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     told = ", ".join((*SITES, *GROUPS))

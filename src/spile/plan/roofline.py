@@ -215,6 +215,8 @@ class Workload:
         late = self.store_dtype in QUANTIZED or self.encoders or self.labels or self._lens_layers
         met = activation_dtype(self.compute_dtype) if late else self.store_dtype
         others = () if self.other is None else (self.other,)
+        summed = [tap.source for tap in self.taps if tap.kind.summed]  # values, and gradients
+        others = (*others, *summed, *summed)
         taken = sum(self._met_bytes(tap, met) for tap in (*self.taps, *others))
         taken += len(self._lens_layers) * self.arch.width * self.item
         held = self._held(taken)

@@ -110,6 +110,11 @@ def _own(objective: Objective, tap: str, values: Array, inputs: Inputs) -> Float
     return jnp.sum(jnp.where(inputs.segments > 0, found.astype(jnp.float32), 0.0))
 
 
+def attributed(values: Array, gradients: Array) -> Array:
+    """Return gradients times values, summed over the last axis, in float32."""
+    return jnp.sum(values.astype(jnp.float32) * gradients.astype(jnp.float32), axis=-1)
+
+
 class Cotangents(NamedTuple):
     """Cotangents of what leaves a stage: of the stream, of what later stages read, of its aims."""
 

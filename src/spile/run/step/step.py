@@ -33,7 +33,7 @@ from spile.models.config.arch import Arch, Layer
 from spile.models.files.encoders.sae import SparseEncoder
 from spile.models.forward.attention import narrowed
 from spile.models.forward.decoder import AFTER, BEFORE, GAPS, Beside, Decoder, Inputs
-from spile.models.forward.gradient import Pullback, cotangents_of, linearized
+from spile.models.forward.gradient import Pullback, attributed, cotangents_of, linearized
 from spile.models.forward.jacobian import jacobian_sums, prompts_of
 from spile.models.forward.kernels.attention import chosen_kernels, for_platform
 from spile.models.forward.lens import LensHead
@@ -242,6 +242,11 @@ class StepSettings:
         return self.objective is not None or self.pool == JACOBIAN
 
     @property
+    def _summed(self) -> list[Tap]:
+        """The taps that hold attributions."""
+        return [tap for tap in self.taps if tap.kind.summed]
+
+    @property
     def gathers(self) -> bool:
         return self.place.gathers(self.pool)
 
@@ -267,23 +272,30 @@ class StepSettings:
         with self._precision():
             splice = dict(zip(self.spliced, changes, strict=True))
             attention = self._attention(inputs, contexts)
-            plain = tuple(tap for tap in self.taps if not tap.kind.of)
+            summed = [tap.source for tap in self._summed]
+            own = (tap for tap in self.taps if not tap.kind.of)
+            plain = tuple(dict.fromkeys((*own, *summed)))
             decoder = Decoder(
                 self.arch, plain, self._carried, attention, self.place.shards, splice,
                 pool=self._pooled_in_decoder,
             )  # fmt: skip
             if self.objective is None:
                 return decoder.forward(params, inputs, self.schedule)
+            names = [tap.name for tap in self.taps]
             gradients = {tap: tap.source for tap in self.taps if tap.kind.of}
             decoder = replace(
                 decoder,
-                sites=tuple(gradients.values()),
+                sites=tuple(dict.fromkeys(gradients.values())),
                 aims=self.objective.aims,
                 remat=self.remat,
             )
             values, aims, pullback = linearized(decoder, params, inputs, self.schedule)
             found = pullback(cotangents_of(self.objective, aims, inputs))
-            return values | {tap.name: found[source.name] for tap, source in gradients.items()}
+            found = {tap: found[source.name] for tap, source in gradients.items()}
+            for tap in self._summed:
+                found[tap] = attributed(values[tap.source.name], found[tap])
+            kept = {name: each for name, each in values.items() if name in (*names, GAPS)}
+            return kept | {tap.name: each for tap, each in found.items()}
 
     def stage_values(
         self,
@@ -411,6 +423,7 @@ class StepSettings:
         Quantized values, latents and a lens's predictions are made from computed values.
         """
         late = self.store_dtype in QUANTIZED or self.encoders or self.pool == COVARIANCE
+        late = late or self._summed
         late = late or self.lens_adds is not None
         return self.computed if late else self.store_dtype
 
@@ -420,7 +433,8 @@ class StepSettings:
 
         (Taps of a step are carried in one form.) So are covariances, which need each token again.
         """
-        return None if self.encoders or self.pool == COVARIANCE else self.pool
+        late = self.encoders or self.pool == COVARIANCE or self._summed
+        return None if late else self.pool
 
     def _precision(self) -> Any:
         # float32 means float32: on accelerators the default would be a faster, coarser product.
