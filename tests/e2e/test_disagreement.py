@@ -112,7 +112,7 @@ def test_a_document_that_disagrees_is_told_with_its_distance(
     others = [told["disagreement"] for n, told in enumerate(found) if n != 5]
     assert max(others) < 1e-4
     assert "disagreement: document 5: the engine's log-probabilities of" in caplog.text
-    assert "disagreement: 1 of 24 documents beyond 0.05" in caplog.text
+    assert "disagreement: 1 of 24 documents beyond 0.1" in caplog.text
 
 
 def test_it_is_kept_by_growth_copies_merges_and_added_taps(

@@ -23,6 +23,7 @@ import spile
 from chaos.harness import run
 from spile.check.disagreement import Disagreement, disagreement_of
 from spile.core.disagreement import BOUND
+from spile.models.files.demo import _download as downloaded_file
 from spile.models.files.demo import _installed as shipped_file
 from spile.models.files.demo import demo_model
 from support.llama_cpp import served, write_gguf
@@ -151,6 +152,7 @@ def with_adapter(name: str, array: np.ndarray) -> np.ndarray:
     ("name", "changes", "caught"),
     [
         ("Q4_1 as shipped", None, None),
+        ("Q8_0 of that", {"quantise": gguf.GGMLQuantizationType.Q8_0}, None),
         ("Q4_0 of that", {"quantise": gguf.GGMLQuantizationType.Q4_0}, True),
         ("3 bits", {"change": rounded_to(3)}, True),
         ("a merged LoRA", {"change": with_adapter}, True),
@@ -160,12 +162,12 @@ def with_adapter(name: str, array: np.ndarray) -> np.ndarray:
 def test_other_weights_and_templates_are_caught(
     engine: Engine, name: str, changes: dict[str, Any] | None, caught: bool | None
 ) -> None:
-    path = shipped_file() if changes is None else None
-    if changes is not None:
+    if changes is None:
+        path = shipped_file() or downloaded_file(engine.folder)
+    else:
         path = write_gguf(demo_model(), engine.folder / "other.gguf", **changes)
-    assert path is not None
     found = engine.compared(engine.ask(path, min(PROMPTS, 10), name), name)
-    assert found.mean > 0.01
+    assert found.mean > 1e-3
     assert caught is None or found.ok is not caught
 
 
@@ -202,4 +204,4 @@ def test_the_bound_is_above_what_rounding_to_bfloat16_gives(engine: Engine, exac
     named = {"tokens_column": "ids", "logprobs_column": "logs", "where": None}
     for dtype in ("bfloat16", "float32"):
         found = engine.compared(corpus, f"HF in bfloat16, {dtype}", compute_dtype=dtype, **named)
-        assert found.ok and found.mean < BOUND / 2
+        assert found.ok and found.mean < 0.75 * BOUND

@@ -219,7 +219,7 @@ def add_check(verbs: Verbs) -> None:
         sub.add(f"--{name}", "its place now, if it has moved", "X")
     sub.add(
         "--max-disagreement",
-        "of rollouts: the mean distance of the engine's log-probabilities that passes [0.05]",
+        "of rollouts: the mean distance of the engine's log-probabilities that passes [0.1]",
         "NATS",
     )
 

@@ -424,7 +424,7 @@ class Runtime(Options):
     )
     max_disagreement: float = option(
         "of rollouts: the mean distance between the engine's log-probabilities and the model's, in "
-        "nats, beyond which to warn [0.05, what rounding to bfloat16 explains]",
+        "nats, beyond which to warn [0.1, what rounding to bfloat16 explains]",
         default=BOUND,
         kind="share",
     )

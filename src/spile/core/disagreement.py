@@ -10,7 +10,7 @@ import math
 MEAN, LARGEST_GAP, COMPARED = "disagreement", "disagreement_max", "disagreement_tokens"
 DISAGREEMENT_COLUMNS = (MEAN, LARGEST_GAP, COMPARED)
 
-BOUND = 0.05  # on average; docs/rollouts.md has the measurements
+BOUND = 0.1  # on average: twice what two results in bfloat16 had (docs/rollouts.md)
 _ONE_TOKEN = 20  # times that is what a single token may have
 
 
