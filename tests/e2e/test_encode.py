@@ -168,7 +168,9 @@ def test_errors_are_added_copied_and_dropped_with_their_latents(
     recipe = Recipe(model=str(model), corpus=str(corpus), taps="mlp_out:0", **options)
     spile.extract(recipe, out)
     error = "resid_post_error.1"
-    added = Recipe(add_taps="resid_post:1", encode=str(sae), latents=4, encode_error=True)
+    added = Recipe(
+        add_taps="resid_post:1", encode=str(sae), latents=4, encode_error=True, store_dtype="int8"
+    )
     spile.extract(added, out)
     ds = spile.open(out)
     assert ds.taps == ["mlp_out.0", VALUES, IDS, error]

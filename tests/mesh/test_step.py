@@ -172,14 +172,16 @@ def test_products_of_labels_are_numpys_on_one_device_and_on_a_mesh(
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [Layout(8), CUT_THREE_WAYS], ids=str)
 def test_latents_are_those_of_one_device(model: Path, tmp_path: Path, layout: Layout) -> None:
-    encoder = SparseEncoder.of(open_sae(str(saes.write_sae(tmp_path))), 7)
+    sae = open_sae(str(saes.write_sae(tmp_path)), decodes=True)
+    encoder = SparseEncoder.of(sae, 7, error_of="resid_post")
     encoders = {"resid_post.1": (encoder, load_arrays(encoder.sae)[0])}
     batch = make_batch(24, keep=True)
     one, mesh = (
         make_step(model, "resid_post:1,mlp_out:0", each, encoders=encoders)(batch)
         for each in (None, layout)
     )
-    names = {"resid_post_latents.1", "resid_post_latent_ids.1", "mlp_out.0"}
+    stored = ("resid_post_latents.1", "resid_post_latent_ids.1", "resid_post_error.1")
+    names = {*stored, "mlp_out.0"}
     assert {*mesh.batches[0].rows} == {*one.batches[0].rows} == names
     for name in sorted(names):
         np.testing.assert_allclose(mesh.rows_of(name), one.rows_of(name), atol=1e-4)

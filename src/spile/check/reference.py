@@ -196,8 +196,8 @@ class Reference:
                 module.forward = partial(_mixed_in_float8, module.forward)
                 hooks.callback(delattr, module, "forward")
             if self._float8 and self._experts is not None:  # grouped products hide their factors
-                self._model.set_experts_implementation("eager")
-                hooks.callback(self._model.set_experts_implementation, self._experts)
+                self.model.set_experts_implementation("eager")
+                hooks.callback(self.model.set_experts_implementation, self._experts)
             for point, change in (*self._changes, *self._replacing(replaced or {})):
                 hooks.callback(_change(point, change).remove)
             for point in self.points:  # (these hooks run after those of the changes)

@@ -262,7 +262,8 @@ def _check_shard(objects: Objects, shard: Shard, spec: TapInfo) -> tuple[list[st
         if not (np.isfinite(scale) & (scale > 0)).all():
             faults.append(f"{shard.key}: holds scales that are not positive")
     rows = open_tensor(objects, shard.key, header[shard.tap])
-    ids = _chunks(rows) if spec.latents and spec.storage.kind == "i" else ()
+    holds_ids = spec.latents and spec.storage.kind == "i" and spec.scaled_by is None
+    ids = _chunks(rows) if holds_ids else ()
     if not all((chunk >= 0).all() and (chunk < spec.latents).all() for chunk in ids):
         faults.append(f"{shard.key}: names latents that are not among {spec.latents}")
     return faults, sum(int(np.count_nonzero(~np.isfinite(chunk))) for chunk in _chunks(rows))
