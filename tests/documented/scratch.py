@@ -90,6 +90,8 @@ class Scratch:
         (folder / "Qwen2.5-7B").mkdir()
         shutil.copy(config, folder / "Qwen2.5-7B/config.json")
         shutil.copytree(made / _SAE, folder / _SAE)
+        # What examples/train_sae.py writes, for the demo model.
+        saes.write_sae(folder / "sae", "topk", width=576, latents=64)
         (folder / "hosts").write_text("host-0\nhost-1\nhost-2\nhost-3\n")
         texts = [tiny.words(np.random.default_rng(n), 12) for n in range(8)]
         chats = [[{"role": "user", "content": text}] for text in texts]

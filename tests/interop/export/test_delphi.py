@@ -1,6 +1,9 @@
 """delphi's cache, read as its own loader does (its package resolves only with CUDA's)."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +13,7 @@ from safetensors.numpy import load_file
 
 from spile.core.errors import ConfigError
 from spile.interop.export import FORMATS, Exported, delphi, export
-from support import stored
+from support import delphi_reader, stored
 
 Run = Callable[..., tuple[Path, Exported]]
 VALUES, IDS = "mlp_out_latents.1", "mlp_out_latent_ids.1"
@@ -109,3 +112,21 @@ def test_plain_formats_hold_ids_and_values(latents: stored.Stored, exported: Run
 def test_formats_of_hooks_refuse_latents(latents: stored.Stored, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no TransformerLens name"):
         export(str(latents.path), tmp_path / "dest", to="saelens")
+
+
+@pytest.mark.skipif("SPILE_DELPHI" not in os.environ, reason="SPILE_DELPHI: eai-delphi, unpacked")
+def test_delphis_own_loader_reads_every_entry(latents: stored.Stored, exported: Run) -> None:
+    """`pip download --no-deps eai-delphi`; its engines are stubbed, its `LatentDataset` is not."""
+    dest, _ = exported(latents, "delphi", taps=VALUES)
+    script = Path(delphi_reader.__file__)
+    ran = subprocess.run(
+        [sys.executable, script, dest / "latents"], capture_output=True, text=True, check=True
+    )
+    told = json.loads(ran.stdout.splitlines()[-1])
+    assert (told["modules"], told["tokens"]) == (["mlp_out.1"], [13, 8])
+    ids, values = latents.rows[IDS][:104], latents.rows[VALUES][:104]
+    for latent in range(40):
+        rows, places = np.nonzero((ids == latent) & (values > 0))
+        entries = zip((rows // 8).tolist(), (rows % 8).tolist(), values[rows, places].tolist(),
+                      strict=True)  # fmt: skip
+        assert told["latents"].get(str(latent), []) == [[*each] for each in entries]
