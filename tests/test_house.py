@@ -12,7 +12,7 @@ import spile
 SOURCES = Path(__file__).parents[1] / "src" / "spile"
 TESTS = Path(__file__).parent
 MODULES = sorted(path.relative_to(SOURCES) for path in SOURCES.rglob("*.py"))
-JAX = ("models/forward/", "run/", "compile/", "interop/jax_loader.py")
+JAX = ("models/forward/", "run/", "compile/", "lens/", "interop/jax_loader.py")
 
 # Modules that another file tests, because their behaviour shows only together with others.
 EXEMPT = {

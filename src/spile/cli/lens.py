@@ -3,7 +3,8 @@
 import argparse
 import dataclasses
 import json
-from typing import TYPE_CHECKING
+import shlex
+from typing import TYPE_CHECKING, Any
 
 from spile.cli.extract import (
     accompanied,
@@ -15,10 +16,13 @@ from spile.cli.flags import Verbs, add_options
 from spile.core.config import RayOptions
 from spile.core.errors import ConfigError
 from spile.core.humanize import plural
-from spile.models.files.lenses import LENS_KINDS
+from spile.models.files.lenses import JACOBIAN, LENS_KINDS
+from spile.objects import open_objects
 
 if TYPE_CHECKING:
-    from spile.lens.fit import LensFit
+    from spile.cli.extract import ExtractionAsked
+    from spile.lens.fit import LensFit, Refining
+    from spile.lens.refine import Maps, Refined
 
 _HELP = """\
 Fit a lens over a corpus: a map from the stream after each layer to that after the last one. The
@@ -58,6 +62,15 @@ def add_lens(verbs: Verbs) -> None:
         "X",
         type=float,
     )
+    fitted.add(
+        "--refine",
+        "of a tuned lens: then take N steps of Adam, of 1,024 tokens each, that lower the KL "
+        "divergence from the model's own predictions [0]",
+        "N",
+        type=int,
+        default=0,
+    )
+    fitted.add("--learning-rate", "of these steps; it falls to zero [1e-3]", "X", type=float)
     add_recipe_flags(sub)
     sub.switch("--log-json", "print progress and log as JSON objects on stderr, one a line")
     add_options(sub, "engine", RayOptions)
@@ -73,6 +86,8 @@ def lens(arguments: argparse.Namespace) -> int:
     ridge = RIDGE if arguments.ridge is None else arguments.ridge
     if not 0 <= ridge < 1:
         raise ConfigError(f"--ridge must be at least 0 and less than 1, got {ridge:g}")
+    if arguments.refine < 0 or (arguments.refine and arguments.kind == JACOBIAN):
+        raise ConfigError(f"--refine {arguments.refine}: give a number of steps, of a tuned lens")
     asked = extraction_of(arguments)
     sums = dataclasses.replace(
         asked,
@@ -90,7 +105,8 @@ def lens(arguments: argparse.Namespace) -> int:
             f"--max-bytes ended it after {outcome.units} of {outcome.units_total} units: the lens "
             "is made when all are done; give a larger --max-bytes, or fewer documents"
         )
-    made = lens_of(open_dataset(sums.out), asked.out, ridge=ridge)
+    refining = _refining(asked, arguments) if arguments.refine else None
+    made = lens_of(open_dataset(sums.out), asked.out, ridge=ridge, refining=refining)
     if arguments.json:
         print(json.dumps(dataclasses.asdict(made)))
     elif not arguments.quiet:
@@ -98,9 +114,27 @@ def lens(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _summary(made: "LensFit") -> str:
-    from spile.models.files.lenses import JACOBIAN
+def _refining(asked: "ExtractionAsked", arguments: argparse.Namespace) -> "Refining":
+    """Return the function that refines the maps of a tuned lens."""
+    from functools import partial
 
+    from spile.lens.fit import sums_recipe
+    from spile.lens.refine import RATE, RefineOptions, refine
+
+    rate = RATE if arguments.learning_rate is None else arguments.learning_rate
+    if rate <= 0:
+        raise ConfigError(f"--learning-rate must be positive, got {rate:g}")
+    recipe = sums_recipe(asked.recipe, arguments.kind, arguments.layers)
+    objects, options = open_objects(asked.out), RefineOptions(arguments.refine, rate)
+
+    def refining(target: str, maps: "Maps", spreads: Any, identity: str) -> "Refined":
+        run = partial(refine, recipe, target, maps, spreads, objects, options)
+        return run(identity=identity, runtime=asked.runtime)
+
+    return refining
+
+
+def _summary(made: "LensFit") -> str:
     counted = plural(made.counted, "prompt" if made.kind == JACOBIAN else "token")
     lines = [
         f"{made.out}: {made.kind} lens of {plural(len(made.layers), 'layer')} over {counted}: "
@@ -111,4 +145,10 @@ def _summary(made: "LensFit") -> str:
         shown = known[:: max(1, len(known) // 6)]
         told = ", ".join(f"{each.layer} {each.explained:.3f}" for each in shown)
         lines.append(f"  variance of the last layer that it explains, by layer: {told}")
+    refined = [each for each in made.layers if each.kl is not None]
+    if refined:
+        shown = refined[:: max(1, len(refined) // 6)]
+        told = ", ".join(f"{e.layer} {e.kl[0]:.3f} -> {e.kl[1]:.3f}" for e in shown if e.kl)
+        lines.append(f"  KL divergence before and after it was refined, in nats: {told}")
+    lines.append(f"  use     spile extract --lens {shlex.quote(made.out)} --taps lens_top:LAYERS …")
     return "\n".join(lines)

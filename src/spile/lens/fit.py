@@ -6,6 +6,7 @@ stopped fit continues. The lens itself is a function of the sums: it is made aga
 the same bytes.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from spile.core.pool import JACOBIAN as REDUCED_JACOBIAN
 from spile.core.pool import Pool
 from spile.core.recipe import ResolvedRecipe
 from spile.dataset.read.dataset import Dataset
+from spile.lens.refine import Maps, Refined
 from spile.lens.solve import RIDGE, explained, least_squares
 from spile.models.config.arch import Arch
 from spile.models.files.checkpoint import open_checkpoint
@@ -23,6 +25,8 @@ from spile.models.files.lenses import JACOBIAN, LENS_KINDS, TUNED, jacobian_file
 from spile.models.taps import Tap, parse_taps
 from spile.objects import open_objects
 
+# The target's tap, maps by tap, spreads by tap, and what they were made from -> better maps.
+Refining = Callable[[str, Maps, Mapping[str, np.ndarray], str], Refined]
 SUMS = "sums"
 # What the two projects read by default: all tokens but the first of a context, which is unlike the
 # others; prompts of 128 tokens, without their first 16 and their last.
@@ -38,6 +42,7 @@ class LayerFit:
 
     layer: int  # -1: the stream before the first block
     explained: float | None  # of the last stream's variance, by a map of least squares
+    kl: tuple[float, float] | None = None  # in nats, before and after it was refined
 
 
 @dataclass(frozen=True)
@@ -92,30 +97,47 @@ def _sources(kind: str, layers: str, arch: Arch) -> list[str]:
     return ["resid_pre.0", *found] if kind == TUNED and layers == "all" else found
 
 
-def lens_of(sums: Dataset, out: str, *, ridge: float = RIDGE) -> LensFit:
-    """Make a lens of its sums; write its files to `out`."""
-    stored, fits, counted = sums.recipe, list[LayerFit](), 0
+def lens_of(
+    sums: Dataset, out: str, *, ridge: float = RIDGE, refining: Refining | None = None
+) -> LensFit:
+    """Make a lens of its sums; write its files to `out`.
+
+    Args:
+        refining: refines the maps of least squares, given them by tap, and returns better ones.
+    """
+    stored, fits, counted = sums.recipe, dict[int, LayerFit](), 0
     if reduces_to(stored) == JACOBIAN:
         found: dict[int, np.ndarray] = {}
         for name in sums.taps:
             reduced, layer = sums.reduced(name), _layer_of(name)
             counted, found[layer] = int(reduced.counts[0]), reduced.means[0]
-            fits.append(LayerFit(layer, None))
+            fits[layer] = LayerFit(layer, None)
         files = jacobian_files(found, counted)
     else:
-        maps: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        maps: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        spreads: dict[str, np.ndarray] = {}
+        last = Tap.from_name(Pool.parse(stored.pool or "").beside or "")
         for name in sums.taps:
             moments, layer = sums.reduced(name), _layer_of(name)
-            maps[layer] = least_squares(moments, ridge)
+            maps[name] = least_squares(moments, ridge)
             counted = int(moments.counts[0])
-            fits.append(LayerFit(layer, explained(moments, maps[layer][0])))
-        last = Tap.from_name(Pool.parse(stored.pool or "").beside or "").layer or 0
-        files = tuned_files(maps, layers=last + 1, model=stored.model_source)
+            fits[layer] = LayerFit(layer, explained(moments, maps[name][0]))
+            assert moments.variances is not None
+            spreads[name], spreads[last.name] = np.split(np.sqrt(moments.variances[0]), 2)
+        if refining:
+            identity = f"{sums.recipe.fingerprint()} ridge {ridge!r}"
+            refined = refining(last.name, maps, spreads, identity)
+            maps = {**refined.maps}
+            for name, layer in ((name, _layer_of(name)) for name in maps):
+                kl = refined.before[name], refined.after[name]
+                fits[layer] = replace(fits[layer], kl=kl)
+        by_layer = {_layer_of(name): each for name, each in maps.items()}
+        files = tuned_files(by_layer, layers=(last.layer or 0) + 1, model=stored.model_source)
     objects = open_objects(out)
     for name, data in files.items():
         objects.replace(name, data)
-    fits.sort(key=lambda each: each.layer)
-    return LensFit(out, reduces_to(stored), counted, tuple(fits), tuple(files))
+    ordered = tuple(fits[layer] for layer in sorted(fits))
+    return LensFit(out, reduces_to(stored), counted, ordered, tuple(files))
 
 
 def reduces_to(recipe: ResolvedRecipe) -> str:
