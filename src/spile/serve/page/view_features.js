@@ -100,7 +100,7 @@ export function view(page) {
 
   function table(features, columns) {
     listed = features;
-    head.replaceChildren(h('tr', {}, h('th', { scope: 'col' }, 'Feature'), h('th', { scope: 'col' }, 'Top'), columns.map(([name]) => h('th', { scope: 'col' }, name))));
+    head.replaceChildren(h('tr', {}, h('th', { scope: 'col' }, 'Feature'), h('th', { scope: 'col', className: 'top' }, 'Top'), columns.map(([name]) => h('th', { scope: 'col' }, name))));
     rows.replaceChildren(...features.map((each) => h('tr', { className: each.feature === chosen() ? 'chosen' : '' },
       h('td', {}, h('button', { type: 'button', className: 'link', ariaCurrent: each.feature === chosen() ? 'true' : null, onclick: () => page.set({ feature: each.feature }) }, label(each))),
       h('td', { lang: '' }, each.piece === null ? '' : token(each.piece, 0, { low: 0, high: 1 })),
@@ -133,7 +133,7 @@ export function view(page) {
   function logits(told) {
     const side = (name, of) => h('table', { className: 'logits' }, h('caption', {}, name), h('tbody', {}, of.map((each) => h('tr', {},
       h('td', { lang: '' }, token(each.piece, 0, { low: 0, high: 1 })), h('td', { className: 'number' }, short(each.value))))));
-    return h('figure', {}, h('figcaption', {}, 'Logits', h('small', {}, 'Tokens that it raises and lowers most, directly')),
+    return h('figure', { className: 'logits' }, h('figcaption', {}, 'Logits', h('small', {}, 'Tokens that it raises and lowers most, directly')),
       h('div', { className: 'pair' }, side('raised', told.raised), side('lowered', told.lowered)));
   }
 
