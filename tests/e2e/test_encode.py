@@ -1,5 +1,6 @@
 """Sparse latents from end to end: stored values are those that the encoder computes."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import spile
 from chaos.harness import check_refused, run
 from spile.check import compare as recheck
 from spile.check.compare import RowLatents, SparseTap, check
+from spile.cli.model import check_text
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError, DriftError
 from spile.dataset.maintain.verify import verify
@@ -19,7 +21,7 @@ from spile.objects import LocalObjects
 from spile.status.status import read_status
 from support import saes
 
-VALUES, IDS = "resid_post_latents.1", "resid_post_latent_ids.1"
+VALUES, IDS, ERROR = "resid_post_latents.1", "resid_post_latent_ids.1", "resid_post_error.1"
 KEPT = 12
 OPTIONS = {"seq_len": 64, "unit_tokens": 900, "compute_dtype": "float32"}
 
@@ -33,7 +35,7 @@ def sae(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe(model: Path, corpus: Path, sae: Path) -> Recipe:
     return Recipe(
         model=str(model), corpus=str(corpus), taps="resid_post:1,mlp_out:0", encode=str(sae),
-        latents=KEPT, **OPTIONS,
+        latents=KEPT, encode_error=True, **OPTIONS,
     )  # fmt: skip
 
 
@@ -71,8 +73,15 @@ def test_the_dataset_is_sound_and_agrees_with_the_reference(out: Path) -> None:
     report = verify(LocalObjects(out))
     assert report.ok and report.rows
     checked = check(str(out), samples=2)
-    assert {*checked.taps} == {VALUES, "mlp_out.0"}
+    assert {*checked.taps} == {VALUES, ERROR, "mlp_out.0"}
     assert checked.ok and checked.taps[VALUES].error < 1e-5
+    made = checked.taps[ERROR].reconstruction
+    assert made and made.replaced_loss and abs(made.replaced_loss - made.loss) > 1e-3
+    text = check_text("OUT", checked)
+    assert f"{ERROR}: {made.error:.3g} of the rows' length is not reconstructed" in text
+    assert f"{made.replaced_loss:.4g} with its reconstructions in their place" in text
+    told = json.loads(json.dumps(checked.to_json()))["taps"][ERROR]["reconstruction"]
+    assert told["replaced_loss"] == made.replaced_loss
 
 
 def test_check_finds_latents_that_are_others(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,21 +176,20 @@ def test_errors_are_added_copied_and_dropped_with_their_latents(
     options: dict[str, Any] = {**OPTIONS, "max_docs": 9}
     recipe = Recipe(model=str(model), corpus=str(corpus), taps="mlp_out:0", **options)
     spile.extract(recipe, out)
-    error = "resid_post_error.1"
     added = Recipe(
         add_taps="resid_post:1", encode=str(sae), latents=4, encode_error=True, store_dtype="int8"
     )
     spile.extract(added, out)
     ds = spile.open(out)
-    assert ds.taps == ["mlp_out.0", VALUES, IDS, error]
+    assert ds.taps == ["mlp_out.0", VALUES, IDS, ERROR]
     assert verify(LocalObjects(Path(out))).ok
-    run("copy", out, copied, "--taps", f"{VALUES},{IDS},{error}")
+    run("copy", out, copied, "--taps", f"{VALUES},{IDS},{ERROR}")
     again = spile.open(copied)
-    assert again.recipe.encode_error and again.taps == [VALUES, IDS, error]
-    assert np.array_equal(again.read(error, 0, 50), ds.read(error, 0, 50))
-    result = run("copy", out, tmp_path / "part", "--taps", error)
+    assert again.recipe.encode_error and again.taps == [VALUES, IDS, ERROR]
+    assert np.array_equal(again.read(ERROR, 0, 50), ds.read(ERROR, 0, 50))
+    result = run("copy", out, tmp_path / "part", "--taps", ERROR)
     check_refused(result, 2, "what is stored of resid_post.1 goes together")
-    run("drop", out, "--taps", error)
+    run("drop", out, "--taps", ERROR)
     assert spile.open(out).taps == ["mlp_out.0"]
 
 
