@@ -464,3 +464,50 @@ def test_parts_take_every_row_once_and_store_one_run_each(
     ]
     assert [t for tokens in found for t in tokens] == unit.index["token_id"].tolist()
     assert sum(int(batch.lengths.sum()) for batch in batches) == int(unit.lengths.sum())
+
+
+@given(
+    documents=DOCUMENTS,
+    seq_len=SEQ_LEN,
+    where=st.sampled_from([None, "pos % 3 == 1"]),
+    seed=st.integers(0, 9),
+)
+@examples(80)
+def test_log_probabilities_stand_before_their_tokens_in_first_contexts(
+    tokenizer: TextTokenizer,
+    documents: list[np.ndarray],
+    seq_len: int,
+    where: str | None,
+    seed: int,
+) -> None:
+    rng, ordinals = np.random.default_rng(seed), ordinals_of(documents)
+    logs: list[np.ndarray | None] = []
+    for document in documents:
+        told = -rng.random(len(document), np.float32)
+        told[rng.random(len(document)) < 0.4] = np.nan
+        logs.append(told if rng.random() < 0.8 else None)
+    unit = pack_unit(
+        ordinals, documents, tokenizer, seq_len=seq_len, long_docs="split", pack="ffd",
+        rows=RowFilter(where, None), logprobs=logs,
+    )  # fmt: skip
+    assert unit.scored is not None and unit.claimed is not None and unit.scored_docs is not None
+    assert unit.scored.shape == unit.claimed.shape == unit.scored_docs.shape
+    by_doc = dict(zip(ordinals, zip(documents, logs, strict=True), strict=True))
+    found: set[tuple[int, int]] = set()
+    for row, place in np.argwhere(unit.scored_docs > 0).tolist():
+        doc, column = int(unit.scored_docs[row, place]) - 1, int(unit.scored[row, place])
+        assert unit.segments[row, column] == unit.segments[row, column + 1] > 0
+        offset = int(unit.positions[row, column]) + 1  # of the token that it says
+        document, told = by_doc[doc]
+        assert told is not None and unit.claimed[row, place] == told[offset]
+        assert unit.tokens[row, column : column + 2].tolist() == document[offset - 1 :][:2].tolist()
+        assert (doc, offset) not in found
+        found.add((doc, offset))
+    if where is None:
+        assert found == {
+            (doc, offset)
+            for doc, (document, told) in by_doc.items()
+            if told is not None
+            for offset in range(1, min(len(document), seq_len))
+            if not np.isnan(told[offset])
+        }

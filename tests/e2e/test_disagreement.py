@@ -1,6 +1,7 @@
 """An engine's log-probabilities are compared with the model's own: kept, warned of, checked."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -121,9 +122,14 @@ def test_it_is_kept_by_growth_copies_merges_and_added_taps(
     given = {column: None for column in COLUMNS}
     folder = tmp_path / "corpus"
     written(folder / "a.jsonl", rows[:10])
-    recipe, out = asked(model, folder), tmp_path / "out"
+    recipe, out = asked(model, folder, unit_tokens=64), tmp_path / "out"
+    spile.extract(recipe, str(out), spile.Runtime(max_bytes=40_000))  # ends after some units
+    begun = spile.open(str(out), partial=True).num_documents
+    assert 0 < begun < 10
     spile.extract(recipe, str(out))
+    shutil.copytree(out, tmp_path / "first")
     written(folder / "b.jsonl", rows[10:])
+    spile.extract(asked(model, folder / "b.jsonl", unit_tokens=64), str(tmp_path / "second"))
     spile.extract(spile.Recipe(more=True), str(out))
     grown = table_of(spile.open(str(out)))
     assert [told["disagreement_tokens"] for told in grown] == [sum(row["mask"]) for row in rows]
@@ -134,6 +140,7 @@ def test_it_is_kept_by_growth_copies_merges_and_added_taps(
     for verb, *places in (
         ("copy", out, tmp_path / "copy"), ("compact", out, tmp_path / "compact"),
         ("shuffle", out, tmp_path / "shuffle"),
+        ("merge", tmp_path / "first", tmp_path / "second", tmp_path / "merge"),
     ):  # fmt: skip
         assert run(verb, *places).code == 0
         found = sorted(table_of(spile.open(str(places[-1]))), key=lambda told: told["doc"])
