@@ -76,6 +76,7 @@ EXEMPT = {
     "plan/fetch.py": "e2e/test_hub.py",
     "models/objectives.py": "e2e/test_gradients.py",
     "plan/answers.py": "e2e/test_gradients.py",
+    "run/step/backward.py": "e2e/test_gradients.py",
     "plan/objectives.py": "e2e/test_gradients.py",
     "run/step/output.py": "run/step/test_step.py",
 }

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from spile.core.config import STORE_DTYPES, Runtime
 from spile.core.errors import ConfigError
 from spile.core.pool import COVARIANCE, JACOBIAN, Pool, is_reduced, reduces
+from spile.core.system import available_memory
 from spile.core.tensors import DTYPES_BY_NAME, HEADER_ALIGN
 from spile.core.threads import mapped
 from spile.corpus.pack import labels_for, slots_for
@@ -44,6 +45,7 @@ _log = logging.getLogger("spile.plan")
 _CHARACTERS = 4
 _DOCUMENT = 32
 _KEPT = 64
+_STREAMS_SHARE = 0.4  # of the host's free memory, for streams that a way back needs
 
 
 @dataclass(frozen=True)
@@ -135,11 +137,28 @@ def _planned_residency(job: ExtractionJob, runtime: Runtime, machine: Machine) -
             "once, and blocks are streamed; leave --weights out, or use more devices"
         )
     if found.streams and job.objective:
-        raise ConfigError(
-            f"gradients need every block on the device, and here {found}; leave --weights out, or "
-            "use more devices (--mesh)"
-        )
+        if not goes_back(job):
+            raise ConfigError(
+                "gradients of blocks that lend keys, or have embeddings of their own, need every "
+                f"block on the device, and here {found}; leave --weights out, or use more devices"
+            )
+        found = _with_streams_kept(found, step_of(job, found.batch_rows, platform, cuts))
     return found
+
+
+def goes_back(job: ExtractionJob) -> bool:
+    """Return whether a sweep can compute gradients: nothing but the stream passes blocks."""
+    arch = job.checkpoint.arch
+    return not (arch.lends or arch.layer_embed)
+
+
+def _with_streams_kept(found: Residency, work: Workload) -> Residency:
+    """Shorten a sweep until the host has room for the stream that enters each block."""
+    each = work.seq_len * work.passing * (work.depth + 1)
+    room = int(_STREAMS_SHARE * (available_memory() or 0))
+    rows = max(found.batch_rows, room // each // found.batch_rows * found.batch_rows)
+    swept = min(found.sweep_rows, rows)
+    return replace(found, sweep_rows=swept, kept_bytes=swept * each)
 
 
 def fits(
@@ -311,7 +330,7 @@ def _rows_together(
 
 def _recomputes(job: ExtractionJob, machine: Machine, residency: Residency) -> bool:
     work = step_of(job, residency.batch_rows, machine.platform, machine.cuts)
-    return recomputes(work, machine.memory)
+    return residency.streams or recomputes(work, machine.memory)
 
 
 def _device_bytes(job: ExtractionJob, machine: Machine, residency: Residency) -> tuple[int, int]:

@@ -64,6 +64,7 @@ class Residency:
     packed: bool = False  # whether blocks stay packed until they run, on the device as well
     stream_bytes: int = 0  # host memory for a sweep's streams, if the device has no room for them
     looks_up: bool = False  # whether embeddings are read from the file instead of the device
+    kept_bytes: int = 0  # host memory for streams that entered blocks, which gradients need again
 
     @property
     def streams(self) -> bool:
@@ -82,7 +83,7 @@ class Residency:
 
     @property
     def host_bytes(self) -> int:
-        return self.count("host") * self.block_bytes + self.stream_bytes
+        return self.count("host") * self.block_bytes + self.stream_bytes + self.kept_bytes
 
     @property
     def spills(self) -> bool:
@@ -139,7 +140,8 @@ def streamed_bytes(
     for tap in work.taps:
         by_layer[tap.layer] = by_layer.get(tap.layer, 0) + work.tap_bytes(tap)
     taps = 2 * max(by_layer.values(), default=0)
-    return work.outer_weights(embedding=not looks_up) + held + streams + taps + work.temporaries
+    held += work.outer_weights(embedding=not looks_up) + work.back_through_block
+    return held + streams + taps + work.temporaries
 
 
 def choose_residency(

@@ -300,20 +300,31 @@ class Workload:
         """
         if not self.objective:
             return 0
+        inside = self._inside_blocks
+        kept = max(inside, default=0) if self.remat else sum(inside)
+        return self._own * (kept + (self.depth + 4) * self.passing)
+
+    @cached_property
+    def back_through_block(self) -> int:
+        """The same for one block at a time, if streams wait in host memory."""
+        if not self.objective:
+            return 0
+        return self._own * (max(self._inside_blocks, default=0) + 4 * self.passing)
+
+    @property
+    def _inside_blocks(self) -> list[int]:
+        """Bytes for each token that a backward pass reads of each block."""
         arch = self.arch
-        blocks: list[int] = []
+        found: list[int] = []
         for layer in arch.layers[: self.depth]:
             own = arch.of(layer)
             inner = max(own.dense_width, own.mlp_width)
             if arch.experts:
                 inner = max(own.dense_width, arch.mlp_width * arch.experts.chosen)
             heads = 4 * own.num_heads * own.head_dim // self._ways("heads")
-            values = (
-                8 * arch.width + heads + 4 * inner // max(self._ways("mlp"), self._ways("experts"))
-            )
-            blocks.append(values * self.item)
-        inside = max(blocks, default=0) if self.remat else sum(blocks)
-        return self._own * (inside + (self.depth + 4) * self.passing)
+            inner = 4 * inner // max(self._ways("mlp"), self._ways("experts"))
+            found.append((8 * arch.width + heads + inner) * self.item)
+        return found
 
     @property
     def device_bytes(self) -> int:

@@ -108,7 +108,7 @@ def block_by_block(checkpoint: Checkpoint, sites: tuple[Tap, ...]) -> dict[str, 
         decoder = replace(plain, sites=local, aims=aims)
         back = partial(stage_pulled_back, decoder, kind)
         cotangents = Cotangents(stream, None, {AIM.name: jnp.ones(BATCH[0].shape)} if aims else {})
-        stream, _, values = jax.jit(back, compiler_options=QUICK)(
+        stream, _, values, _ = jax.jit(back, compiler_options=QUICK)(
             weights[stage + 1], entered[stage + 1], inputs, cotangents
         )
         found |= {tap.name: values[of_any_block(tap).name] for tap in own}
@@ -140,7 +140,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[An
     return get
 
 
-@pytest.mark.parametrize("name", some(FOUR, "gemma2-gqa", "qwen3next-gqa"))
+@pytest.mark.parametrize("name", some(FOUR, "gemma2-gqa"))
 def test_gradients_at_every_site_agree_with_hf(
     name: str, models: Callable[[str], tuple[Any, Checkpoint]]
 ) -> None:
@@ -157,6 +157,7 @@ def test_a_model_that_runs_at_once_has_the_same_gradients(
     assert_agrees(whole(checkpoint, sites_of(checkpoint), remat=remat), truth_of(model))
 
 
+@pytest.mark.full
 def test_only_the_wanted_layers_heads_and_columns_leave_the_backward_pass(
     models: Callable[[str], tuple[Any, Checkpoint]],
 ) -> None:

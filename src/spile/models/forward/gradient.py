@@ -130,26 +130,30 @@ def stage_pulled_back(
     entering: tuple[Hidden | None, Beside],
     inputs: Inputs,
     cotangents: Cotangents,
-) -> tuple[Hidden | None, Beside, SiteValues]:
-    """Return the cotangents of what entered a stage, and the gradients of the stage's sites.
+    objective: Objective | None = None,
+) -> tuple[Hidden | None, Beside, SiteValues, SiteValues]:
+    """Return the cotangents of what entered a stage, gradients of its sites, and its taps' values.
 
     Args:
         entering: the stream that entered, and what the stage read beside it.
         cotangents: of what left the stage; None where nothing later depends on it.
+        objective: the part that reads the stage's aims, instead of their cotangents.
     """
     probes = decoder.stage_probes(kind, inputs)
 
-    def run(entering: tuple[Hidden | None, Beside], probes: Any) -> Cotangents:
-        stream, onward, _, aims = decoder.differentiable_stage(
-            kind, weights, *entering, inputs, probes
+    def run(entering: Any, probes: Any) -> tuple[Cotangents, SiteValues]:
+        stream, beside = entering
+        stream, onward, values, aims = decoder.differentiable_stage(
+            kind, weights, stream, beside, inputs, probes
         )
-        return Cotangents(stream, onward, aims)
+        return Cotangents(stream, onward, aims), values
 
-    left, pull = jax.vjp(run, entering, probes)
-
+    left, pull, values = jax.vjp(run, entering, probes, has_aux=True)
+    if objective:
+        cotangents = cotangents._replace(aims=cotangents_of(objective, left.aims, inputs))
     known = Cotangents(*map(_typed, left, cotangents))
     (stream, beside), found = pull(known)
-    return stream, beside, decoder.stage_gradients(kind, found, inputs)
+    return stream, beside, decoder.stage_gradients(kind, found, inputs), values
 
 
 def _typed(values: Any, cotangents: Any) -> Any:

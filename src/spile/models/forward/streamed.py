@@ -14,7 +14,7 @@ was handed to the device before it.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -66,6 +66,7 @@ class StreamedBlocks:
         self._reading: dict[int, Future[Any]] = {}
         self._coming: dict[int, Block] = {}
         self._working: deque[tuple[int, Any]] = deque()  # blocks in use, and their results
+        self.backward = False  # blocks are used in reverse order
         self.waited = 0.0  # seconds that the device had nothing to do but wait for a block
 
     def take(self, layer: int) -> Block:
@@ -100,6 +101,8 @@ class StreamedBlocks:
 
     def _after(self, layer: int) -> int:
         """The streamed block that is used next after a block."""
+        if self.backward:
+            return self._streamed[bisect_left(self._streamed, layer) - 1]
         return self._streamed[bisect_right(self._streamed, layer) % len(self._streamed)]
 
     def _arriving(self, layer: int) -> Block:

@@ -36,6 +36,7 @@ from spile.models.forward.streamed import EmbeddingRows, SweptModel, load_blocks
 from spile.models.forward.weights import ArrayLoader, LayerSchedule, Params, abstract_params
 from spile.models.layout import Cuts
 from spile.models.sites import LENSES
+from spile.plan.estimate import goes_back
 from spile.plan.job import ExtractionJob, prepare_unit
 from spile.plan.residency import Residency
 from spile.run.step.resident import ResidentStep
@@ -246,7 +247,7 @@ class StepLoader:
     @property
     def _swept(self) -> bool:
         # (Values of two blocks meet in one program, which a sweep does not have.)
-        whole = self.job.beside or self.job.objective
+        whole = self.job.beside or (self.job.objective and not goes_back(self.job))
         return self.residency.streams or (self.device.platform == "cpu" and not whole)
 
     @cached_property

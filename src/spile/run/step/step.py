@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,14 @@ from spile.models.config.arch import Arch, Layer
 from spile.models.files.encoders.sae import SparseEncoder
 from spile.models.forward.attention import narrowed
 from spile.models.forward.decoder import AFTER, BEFORE, GAPS, Beside, Decoder, Inputs
-from spile.models.forward.gradient import Pullback, attributed, cotangents_of, linearized
+from spile.models.forward.gradient import (
+    Cotangents,
+    Pullback,
+    attributed,
+    cotangents_of,
+    linearized,
+    stage_pulled_back,
+)
 from spile.models.forward.jacobian import jacobian_sums, prompts_of
 from spile.models.forward.kernels.attention import chosen_kernels, for_platform
 from spile.models.forward.lens import LensHead
@@ -214,6 +221,22 @@ class Stage:
     scores_all: bool  # attention weights of some block are tapped
 
 
+@runtime_checkable
+class StageBack(Protocol):
+    """One stage on the way back of a sweep; see `BackwardStage`."""
+
+    @property
+    def kind(self) -> Layer | str: ...
+    @property
+    def local(self) -> tuple[Tap, ...]: ...
+    @property
+    def sources(self) -> tuple[Tap, ...]: ...
+    @property
+    def spliced(self) -> tuple[Tap, ...]: ...
+    @property
+    def objective(self) -> Objective | None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
     """The settings that programs are compiled for; holds no arrays."""
@@ -316,6 +339,44 @@ class StepSettings:
                 stage.scores_all, self._pooled_in_decoder,
             )  # fmt: skip
             return decoder.stage(stage.kind, weights, *entering, inputs)
+
+    def stage_gradients(
+        self,
+        stage: "StageBack",
+        weights: WeightArrays,
+        changes: tuple[Partial, ...],
+        stream: Array | None,
+        left: Array | None,
+        inputs: Inputs,
+        contexts: int,
+    ) -> tuple[Array | None, list[Array]]:
+        """Run one stage back; return its stream's cotangent, and what each of its taps holds.
+
+        Args:
+            stream: that entered the stage.
+            left: the cotangent of the stream that left it, if a later stage sent one.
+        """
+        with self._precision():
+            splice = dict(zip(stage.spliced, changes, strict=True))
+            outside = stage.kind in (BEFORE, AFTER)
+            pairs = [*zip(stage.local, stage.sources, strict=True)]
+            decoder = Decoder(
+                self.arch, tuple(dict.fromkeys(own for tap, own in pairs if tap.kind.summed)),
+                self._carried, None if outside else self._attention(inputs, contexts),
+                self.place.shards, splice, pool=self._pooled_in_decoder,
+                sites=tuple(dict.fromkeys(stage.sources)),
+                aims=stage.objective.aims if stage.objective else (),
+            )  # fmt: skip
+            given = Cotangents(left, None, {})
+            entered, _, gradients, values = stage_pulled_back(
+                decoder, stage.kind, weights, (stream, (None, None)), inputs, given, stage.objective
+            )
+            return entered, [
+                attributed(values[own.name], gradients[own.name])
+                if tap.kind.summed
+                else gradients[own.name]
+                for tap, own in pairs
+            ]
 
     def stored(
         self,

@@ -44,6 +44,7 @@ from spile.models.forward.streamed import Passing, SpilledStreams, SweptModel, w
 from spile.models.forward.weights import Params, WeightArrays
 from spile.models.sites import LENSES
 from spile.models.taps import Tap
+from spile.run.step.backward import BackwardStage, local_objective, stages_back
 from spile.run.step.output import Runs, StepOutput, StepRows
 from spile.run.step.step import (
     Computed,
@@ -163,7 +164,7 @@ class _SweptStage:
 
         kind = self.stage.kind
         run.__name__ = kind if isinstance(kind, str) else "block"
-        overwrites = isinstance(kind, Layer) and not self.ends
+        overwrites = isinstance(kind, Layer) and not self.ends and not settings.objective
         return jax.jit(run, donate_argnums=(2,) if overwrites else ())
 
 
@@ -178,6 +179,9 @@ class _SweptBatch(Passing):
     rows: dict[str, Array] = field(default_factory=dict[str, Array])
     reduced: dict[str, Reduced] = field(default_factory=dict[str, Reduced])
     gaps: Array | None = None
+    # If there is a way back: the streams that entered stages, and the cotangent on its way.
+    entered: dict[int, Any] = field(default_factory=dict[int, Any])
+    cotangent: Any = None
 
 
 class Sweep:
@@ -202,6 +206,7 @@ class Sweep:
         self.programs = Programs(settings, shapes, extras, "sweep", options.looks_up)
         self._kinds = stage_kinds(settings.arch, self._depth)
         self._stages = self._stages_with(extras)
+        self._back = self._stages_back_with(extras) if settings.objective else {}
         place, spills = self._place, options.spills
         self._spilled = SpilledStreams(place.stream(), place.stream(PINNED)) if spills else None
 
@@ -228,9 +233,11 @@ class Sweep:
     def _stages_with(self, extras: Extras) -> dict[int, _SweptStage]:
         settings, depth = self.settings, self._depth
         changes = dict(zip(settings.spliced, extras.changes, strict=True))
-        tapped, spliced = by_stage(settings.taps, depth), by_stage(changes, depth)
+        plain = [tap for tap in settings.taps if not tap.kind.of]
+        tapped, spliced = by_stage(plain, depth), by_stage(changes, depth)
         scores_all = any(tap.site == "attn_pattern" for tap in settings.taps)
-        whole = settings.compares or needs_whole_block(settings.taps, depth)
+        whole = settings.compares or needs_whole_block(tuple(plain), depth)
+        whole = whole or settings.objective is not None
         stages: dict[int, _SweptStage] = {}
         for number, kind in enumerate(self._kinds, -1):
             taps = tuple(tapped[number])
@@ -245,6 +252,31 @@ class Sweep:
             ends = number == depth - 1 and isinstance(kind, Layer) and not whole
             encoders = _renamed(taps, settings.encoders)
             stages[number] = _SweptStage(taps, stage, ends, encoders, own)
+        return stages
+
+    def _stages_back_with(self, extras: Extras) -> dict[int, BackwardStage]:
+        settings, depth = self.settings, self._depth
+        assert settings.objective
+        changes = dict(zip(settings.spliced, extras.changes, strict=True))
+        gradients = {tap: tap.source for tap in settings.taps if tap.kind.of}
+        tapped, spliced = by_stage(gradients.values(), depth), by_stage(changes, depth)
+        aims, way = by_stage(settings.objective.aims, depth), stages_back(settings, depth)
+        stages: dict[int, BackwardStage] = {}
+        for number in way:
+            taps = tuple(tap for tap, source in gradients.items() if source in tapped[number])
+            stages[number] = BackwardStage(
+                self._kinds[number + 1],
+                taps,
+                tuple(map(of_any_block, spliced[number])),
+                local_objective(settings.objective, tuple(aims[number])),
+                _renamed(taps, settings.encoders),
+                Extras(
+                    _renamed(taps, extras.scales),
+                    _renamed(taps, extras.encoders),
+                    tuple(changes[tap] for tap in spliced[number]),
+                ),
+                number == way[0],
+            )
         return stages
 
     # -- a sweep -----------------------------------------------------------------------------------
@@ -273,10 +305,61 @@ class Sweep:
         kinds = self._kinds if last else self._kinds[:-1]
         batches = map(self._put, self._parts(batch))
         swept = walk(kinds, model, batches, self._run, self._spilled, options.cancellation)
+        if self._back:
+            self._go_back(model, swept)
         self.check()
         options.waited(model.blocks.waited)
         model.blocks.waited = 0.0
         return swept
+
+    def _go_back(self, model: SweptModel, swept: Sequence[_SweptBatch]) -> None:
+        """Take the batches back through the stages, all of them through one before the next."""
+        blocks = model.blocks
+        blocks.backward = True
+        for number, stage in self._back.items():
+            inside = isinstance(stage.kind, Layer)
+            if inside:
+                self._options.cancellation.check()
+            weights = blocks.take(number) if inside else model.outer
+            for each in swept:
+                self._run_back(number, self._used(number, weights, model.outer), each)
+            if inside:
+                blocks.used(number, swept[-1].done)
+            del weights
+        for each in swept:
+            each.entered.clear()
+            each.cotangent = None
+        blocks.backward = False
+
+    def _run_back(self, number: int, weights: WeightArrays, each: _SweptBatch) -> None:
+        stage, stream = self._back[number], each.entered.pop(number)
+        programs = self._back_programs_for(number, each.batch, each.runs)
+        if stream is not None:
+            stream = jax.device_put(stream, self._place.stream())
+        made, each.cotangent, each.done = programs.run(
+            weights, stage.extras, stream, each.cotangent, each.inputs
+        )
+        self._keep(stage.taps, programs, made, each)
+
+    def _keep(
+        self, taps: Sequence[Tap], programs: StagePrograms, made: Computed, each: _SweptBatch
+    ) -> None:
+        """Let a stage's rows leave the device."""
+        if not made.rows:
+            return
+        found = programs.compact(made.rows, each.kept), made.reduced
+        if (host := self._place.host(gathered=self.settings.gathers)) is not None:
+            found = jax.device_put(found, host)
+        each.rows |= _renamed(taps, found[0], back=True)
+        each.reduced |= _renamed(taps, found[1], back=True)
+
+    def _enters(self, number: int, stream: Any, each: _SweptBatch) -> None:
+        """Keep the stream that enters a stage, if the way back leads through it."""
+        if number not in self._back:
+            return
+        if stream is not None and self._place.device.platform != "cpu":
+            stream = jax.device_put(stream, self._place.stream(PINNED))
+        each.entered[number] = stream
 
     def _put(self, part: Batch) -> _SweptBatch:
         part = self._place.divisible(part)
@@ -295,6 +378,8 @@ class Sweep:
         """Run a stage for a batch. Its rows leave the device."""
         stage = self._stages[number]
         programs = self._programs_for(number, each.batch, each.runs)
+        if number < 0:
+            self._enters(number, each.stream, each)
         made, stream, onward, done = programs.run(
             self._used(number, weights, self._ready.outer),
             stage.extras,
@@ -303,12 +388,8 @@ class Sweep:
             each.inputs,
         )
         each.gaps = self._place.fetch(made.gaps) if made.gaps is not None else each.gaps
-        if made.rows:
-            found = programs.compact(made.rows, each.kept), made.reduced
-            if (host := self._place.host(gathered=self.settings.gathers)) is not None:
-                found = jax.device_put(found, host)
-            each.rows |= _renamed(stage.taps, found[0], back=True)
-            each.reduced |= _renamed(stage.taps, found[1], back=True)
+        self._keep(stage.taps, programs, made, each)
+        self._enters(number + 1, stream, each)
         return stream, onward, done
 
     def _parts(self, batch: Batch) -> list[Batch]:
@@ -324,6 +405,10 @@ class Sweep:
             self._programs_for(number, part, Runs.of(part, self._place.devices))
             for part in map(self._place.divisible, self._parts(batch))
             for number in self._stages
+        ] + [
+            self._back_programs_for(number, part, Runs.of(part, self._place.devices))
+            for part in map(self._place.divisible, self._parts(batch))
+            for number in self._back
         ]
 
     def _programs_for(self, number: int, batch: Batch, runs: Runs) -> StagePrograms:
@@ -337,6 +422,22 @@ class Sweep:
                 self._used(number, self._weight_shapes(number), self._shapes.outer),
                 stage.extras,
                 *self._entering(number, batch),
+                input_shapes(batch, self._place),
+            ),
+        )
+
+    def _back_programs_for(self, number: int, batch: Batch, runs: Runs) -> StagePrograms:
+        stage, contexts = self._back[number], self.programs.contexts(batch)
+        shapes = tuple(None if a is None else a.shape for a in step_inputs(batch))
+        return self.programs.stage(
+            (stage.key, contexts, shapes),
+            runs,
+            lambda: stage.program(self.settings, contexts, runs.size),
+            lambda: (
+                self._used(number, self._weight_shapes(number), self._shapes.outer),
+                stage.extras,
+                self._entering(number, batch)[0],
+                None if stage.starts else self._entering(number + 1, batch)[0],
                 input_shapes(batch, self._place),
             ),
         )
