@@ -42,6 +42,19 @@ def test_next_tokens_have_probabilities_and_a_rank(ds: Dataset, texts: PageTexts
     assert (last["next"], last["rank"]) == (None, None)
 
 
+def test_a_lens_says_its_likeliest_tokens_at_each_layer(model: Path, tmp_path: Path) -> None:
+    web_page.build_beside(tmp_path / "out", model, TEXTS, seq_len=8, taps=web_page.LENS_TAPS)
+    ds = spile.open(tmp_path / "out")
+    assert has_next(ds)
+    told = next_tokens(ds, PageTexts(ds.recipe, None), ds.document(0), 2)
+    following = int(ds.document(0).index["token_id"][3])
+    (only,) = told["lens"]
+    assert only["layer"] == 0 and told["likely"] == [] and told["rank"] is None
+    assert [each["id"] for each in only["likely"]] == [following, 5]
+    assert only["likely"][0]["piece"] == "r"
+    assert [each["share"] for each in only["likely"]] == pytest.approx([0.6, 0.3])
+
+
 def test_keys_are_tokens_of_the_same_context(ds: Dataset, texts: PageTexts) -> None:
     assert attended(ds) == [{"tap": TAP, "heads": [0, 2]}]
     first = keys(ds, texts, ds.document(1), 10, TAP, 0)["keys"]  # the third of its context

@@ -52,6 +52,11 @@ BESIDE_TAPS: stored.Taps = {
     "attn_top_keys.1.h0.h2": TapInfo((2, 3), "int32"),
     "attn_top_weights.1.h0.h2": TapInfo((2, 3), "float32"),
 }
+LENS_TAPS: stored.Taps = {
+    "resid_post.1": 5,
+    "lens_top_ids.0": TapInfo((2,), "int32"),
+    "lens_top_logprobs.0": TapInfo((2,), "float32"),
+}
 # Columns that documents may keep: a text with two values, and a number.
 KEPT: dict[str, Callable[[int], Any]] = {
     "parity": lambda doc: "odd" if doc % 2 else "even",
@@ -126,6 +131,10 @@ def planted_beside(tap: str, width: int, index: np.ndarray) -> np.ndarray:
         return np.stack([np.full(len(index), 5), np.roll(index["token_id"], -1), index["pos"]], 1)
     if tap == "top_logprobs":
         return np.log(np.tile([0.5, 0.25, 0.125], (len(index), 1)))
+    if tap.startswith("lens_top_ids"):
+        return np.stack([np.roll(index["token_id"], -1), np.full(len(index), 5)], 1)
+    if tap.startswith("lens_top_logprobs"):
+        return np.log(np.tile([0.6, 0.3], (len(index), 1)))
     if tap.startswith("attn_top_keys"):
         first, own, none = np.zeros(len(index)), index["pos"], np.full(len(index), -1)
         before = np.where(own > 0, own - 1, -1)

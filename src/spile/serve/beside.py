@@ -7,21 +7,33 @@ import numpy as np
 
 from spile.core.errors import ConfigError
 from spile.core.index import LAST
-from spile.core.tap_order import LARGEST
+from spile.core.tap_order import LARGEST, OF_A_LENS
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.document import Document
 from spile.serve.digest import read_rows
 from spile.serve.documents import PageTexts
 
 _IDS, _LOGPROBS = LARGEST["top_logits"]
+_, _LENS_IDS, _LENS_LOGPROBS = OF_A_LENS
+_OF_A_LAYER = 3  # tokens that are shown
 _RANK = "next_rank"
 _KEYS, _WEIGHTS = "attn_top_keys", "attn_top_weights"
 _HEAD = re.compile(r"\.h(\d+)")
 
 
 def has_next(dataset: Dataset) -> bool:
-    """Return whether the likeliest next tokens are stored (`--taps top_logits`)."""
+    """Return whether likely next tokens are stored (`--taps top_logits`, or those of a lens)."""
+    return _has_own(dataset) or bool(_lens_layers(dataset))
+
+
+def _has_own(dataset: Dataset) -> bool:
     return {_IDS, _LOGPROBS} <= {*dataset.taps}
+
+
+def _lens_layers(dataset: Dataset) -> list[int]:
+    """Return the layers at which a lens's predictions are stored (`--taps lens_top`)."""
+    found = [tap.removeprefix(f"{_LENS_IDS}.") for tap in dataset.taps if tap.startswith(_LENS_IDS)]
+    return [int(layer) for layer in found if f"{_LENS_LOGPROBS}.{layer}" in dataset.taps]
 
 
 def attended(dataset: Dataset) -> list[dict[str, Any]]:
@@ -42,12 +54,24 @@ def _heads(dataset: Dataset, tap: str) -> list[int]:
 def next_tokens(
     dataset: Dataset, texts: PageTexts, document: Document, offset: int
 ) -> dict[str, Any]:
-    """Return the likeliest next tokens after one, the next token itself, and its rank."""
+    """Return the likeliest next tokens after one, the next token itself, and its rank.
+
+    `lens` has the likeliest that a lens says at each of its layers.
+    """
     if not has_next(dataset):
         raise ConfigError("this dataset holds no next tokens; extract with --taps top_logits")
     place, row = _place(document, offset)
-    ids = read_rows(dataset, _IDS, row, row + 1, np.int64)[0].tolist()
-    shares = np.exp(read_rows(dataset, _LOGPROBS, row, row + 1, np.float64)[0])
+
+    def likely(ids: str, logprobs: str, most: int | None = None) -> list[dict[str, Any]]:
+        found = read_rows(dataset, ids, row, row + 1, np.int64)[0, :most].tolist()
+        shares = np.exp(read_rows(dataset, logprobs, row, row + 1, np.float64)[0, :most]).tolist()
+        pieces = [texts.pieces([token])[0] for token in found]
+        return [
+            {"id": token, "piece": piece, "share": share}
+            for token, piece, share in zip(found, pieces, shares, strict=True)
+        ]
+
+    own = likely(_IDS, _LOGPROBS) if _has_own(dataset) else []
     following = rank = None
     if not document.index["flags"][place] & LAST:  # the model has not seen the token after that
         after = document.index[place + 1 : place + 2]
@@ -57,11 +81,15 @@ def next_tokens(
     return {
         "doc": document.doc,
         "offset": offset,
-        "likely": [
-            {"id": token, "piece": texts.pieces([token])[0], "share": share}
-            for token, share in zip(ids, shares.tolist(), strict=True)
+        "likely": own,
+        "rest": max(0.0, 1 - sum(each["share"] for each in own)),
+        "lens": [
+            {
+                "layer": layer,
+                "likely": likely(f"{_LENS_IDS}.{layer}", f"{_LENS_LOGPROBS}.{layer}", _OF_A_LAYER),
+            }
+            for layer in _lens_layers(dataset)
         ],
-        "rest": max(0.0, 1 - float(shares.sum())),
         "next": following,
         "rank": rank,
     }

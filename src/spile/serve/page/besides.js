@@ -22,10 +22,16 @@ function table(head, rows) {
 
 function nextOf(told, piece) {
   const rank = told.rank === null ? '' : told.rank ? `The next token has rank ${count(told.rank)}. ` : 'The next token is the likeliest. ';
-  return h('div', { className: 'next' }, h('h3', {}, 'After ', named(piece)),
-    h('p', { className: 'quiet' }, `${rank}All others: ${percent(told.rest)}.`),
+  const own = told.likely.length ? [h('p', { className: 'quiet' }, `${rank}All others: ${percent(told.rest)}.`),
     table(['Next token', 'Probability'], told.likely.map((each) => h('tr', { className: each.id === told.next ? 'own' : '', title: each.id === told.next ? 'the token that follows' : `id ${each.id}` },
-      h('td', {}, named(each.piece)), h('td', { className: 'number' }, percent(each.share))))));
+      h('td', {}, named(each.piece)), h('td', { className: 'number' }, percent(each.share)))))] : [];
+  return h('div', { className: 'next' }, h('h3', {}, 'After ', named(piece)), own, told.lens.length ? lensOf(told) : []);
+}
+
+/** What a lens says is next, layer by layer. */
+function lensOf(told) {
+  return table(['Layer', 'A lens says', 'Probability'], told.lens.map(({ layer, likely: [first, ...others] }) => h('tr', { className: first.id === told.next ? 'own' : '', title: others.map((each) => each.piece ?? '⋯').join(' · ') },
+    h('td', { className: 'number' }, layer), h('td', {}, named(first.piece)), h('td', { className: 'number' }, percent(first.share)))));
 }
 
 async function keysOf(page, asked) {
