@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 
 from spile.core.errors import InputError
+from spile.models.files import encoders
 from spile.models.files.encoders import LAYOUTS, find_layout, open_sae
 from spile.models.files.encoders.arithmetic import latents_of, reconstruction
 from spile.models.files.encoders.sae import Sae
 from spile.models.files.encoders.tensors import load_arrays
 from spile.models.splices import kth_largest
+from spile.objects import MemoryObjects
+from spile.objects.paths import RemotePath
 
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "encoders"
 FOLDERS = sorted(path.name for path in FIXTURES.iterdir() if path.is_dir())
@@ -97,6 +100,23 @@ def test_latents_of_every_layer_of_a_cross_layer_transcoder(name: str) -> None:
         open_sae(where(name), layer=7)
     with pytest.raises(InputError, match="has encoders of layers 0, 1, 2; the tap is of no layer"):
         open_sae(where(name))
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_encoders_behind_a_url_are_those_of_the_disk(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = open_sae(where(name), layer=1)
+    objects = MemoryObjects()
+    for path in (path for path in (FIXTURES / name).rglob("*") if path.is_file()):
+        objects.create(path.relative_to(FIXTURES).as_posix(), path.read_bytes())
+    monkeypatch.setattr(encoders, "path_of", lambda key: RemotePath(objects, key))
+    remote = open_sae(str(Path(name, INSIDE.get(name, ""))), layer=1)
+    assert remote.identity() == local.identity() and remote.hook == local.hook
+    here, there = load_arrays(local), load_arrays(remote)
+    assert here[1] == there[1]
+    for array, values in here[0].items():
+        np.testing.assert_array_equal(there[0][array], values)
 
 
 def test_a_file_of_a_directory_names_its_layer() -> None:

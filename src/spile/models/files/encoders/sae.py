@@ -106,9 +106,13 @@ class Sae:
         """Where a tensor lies."""
         return self.places.get(name) or StoredTensor(self.file, name)
 
-    def files(self) -> tuple[AnyPath, ...]:
-        """The files that hold its tensors."""
-        return tuple({str(f): f for f in (self.place(n).file for n in self.tensors())}.values())
+    def by_file(self) -> list[tuple[AnyPath, dict[str, StoredTensor]]]:
+        """The files that hold its tensors, each with those that it holds."""
+        found: dict[str, tuple[AnyPath, dict[str, StoredTensor]]] = {}
+        for name in self.tensors():
+            place = self.place(name)  # (paths of one remote file are not equal)
+            found.setdefault(str(place.file), (place.file, {}))[1][name] = place
+        return list(found.values())
 
     def arithmetic(self) -> dict[str, Any]:
         """The settings, beside the tensors, that its latents depend on."""

@@ -52,11 +52,11 @@ def tensor_shapes(file: AnyPath, folder: AnyPath) -> dict[str, tuple[int, ...]]:
 def check_tensors(sae: Sae) -> None:
     """Raise with all faults of the needed tensors; others (of the decoder) may be present."""
     faults: list[str] = []
-    for file in sae.files():
+    shapes = sae.tensors()
+    for file, places in sae.by_file():
         with _tensors(file, sae.directory) as found:
-            for name, shape in sae.tensors().items():
-                if (place := sae.place(name)).file != file:
-                    continue
+            for name, place in places.items():
+                shape = shapes[name]
                 tensor = found.get(place.name)
                 if tensor is None:
                     faults.append(f"no {place.name}")
@@ -77,7 +77,7 @@ def check_tensors(sae: Sae) -> None:
 
 def sampled_files(sae: Sae) -> str:
     """Return the digest of sampled blocks of an encoder's files."""
-    return "+".join(map(sampled_digest, sae.files()))
+    return "+".join(sampled_digest(file) for file, _ in sae.by_file())
 
 
 def load_arrays(sae: Sae) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -89,14 +89,14 @@ def load_arrays(sae: Sae) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """
     arrays: dict[str, np.ndarray] = {}
     digests: dict[str, str] = {}
-    for file in sae.files():
+    shapes = sae.tensors()
+    for file, places in sae.by_file():
         with _tensors(file, sae.directory) as found:
-            for name, shape in sae.tensors().items():
-                if (place := sae.place(name)).file == file:
-                    # (A copy: what was hashed is what is used, even if the file is written to.)
-                    stored = np.array(found[place.name].read(), order="C")
-                    digests[name] = xxhash.xxh3_128_hexdigest(as_bytes(stored))
-                    arrays[name] = _as_used(stored, place, shape)
+            for name, place in places.items():
+                # (A copy: what was hashed is what is used, even if the file is written to later.)
+                stored = np.array(found[place.name].read(), order="C")
+                digests[name] = xxhash.xxh3_128_hexdigest(as_bytes(stored))
+                arrays[name] = _as_used(stored, place, shapes[name])
     if sampled_files(sae) != sae.sampled:
         raise changed(sae.file, "the encoder has other values now")
     if sae.threshold is not None:
