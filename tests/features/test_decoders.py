@@ -1,12 +1,40 @@
-"""Directions from files: names, shapes, and what is no direction."""
+"""Decoders of encoded taps; directions from files: names, shapes, and what is no direction."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from spile.core.config import Recipe
 from spile.core.errors import InputError
-from spile.features.decoders import read_directions
+from spile.features.decoders import decoder_rows, open_decoder, read_directions
+from spile.models.files.checkpoint import read_arch
+from spile.models.taps import parse_taps
+from spile.plan.encoders import find_encoders
+from support import saes
+
+
+def test_each_taps_decoder_is_found_in_a_directory_of_layers(model: Path, tmp_path: Path) -> None:
+    arch, folder = read_arch(str(model)), saes.write_transcoders(tmp_path / "all", range(3))
+    taps = parse_taps("mlp_in:0-2", arch)
+
+    def recipe_of(where: str) -> Any:
+        encoders = find_encoders(Recipe(encode=where), taps, arch)
+        return SimpleNamespace(
+            encode_source=where, taps=tuple(tap.name for tap in taps),
+            encode={tap: each.sae.identity() for tap, each in encoders.items()},
+        )  # fmt: skip
+
+    for layer in range(3):
+        sae = open_decoder(recipe_of(str(folder)), f"mlp_in.{layer}", arch, None)
+        wanted = saes.random_tensors("jumprelu", seed=layer)["W_dec"]
+        np.testing.assert_array_equal(decoder_rows(sae), wanted)
+    # What was named is what is opened, whatever the tap's layer.
+    named = f"mlp_in.0={folder / 'layer_2.safetensors'}"
+    sae = open_decoder(recipe_of(named), "mlp_in.0", arch, None)
+    np.testing.assert_array_equal(decoder_rows(sae), wanted)
 
 
 def test_a_file_holds_one_direction_or_several(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from spile.core.errors import ConfigError, InputError
 from spile.core.npy import read_npy_header
 from spile.core.recipe import ResolvedRecipe
 from spile.models.config.arch import Arch
-from spile.models.files.encoders import open_sae
+from spile.models.files.encoders import with_decoder
 from spile.models.files.encoders.sae import Sae
 from spile.models.files.encoders.tensors import load_arrays
 from spile.models.taps import parse_taps
@@ -39,13 +39,18 @@ def open_decoder(recipe: ResolvedRecipe, tap: str, arch: Arch, encode: str | Non
             f"{sae.directory}: is not the encoder that made the latents of {tap}; give that one as "
             "--encode, or leave the logits out with --logits 0"
         )
-    return open_sae(str(sae.directory), decodes=True)
+    if sae.crosses:
+        raise ConfigError(
+            f"{sae.directory}: is a cross-layer transcoder, whose latents write to several layers; "
+            "leave the logits out with --logits 0"
+        )
+    return with_decoder(sae, str(sae.directory))
 
 
 def decoder_rows(sae: Sae) -> np.ndarray:
     """Return [latents, width] in float32: what each latent of size 1 adds to a reconstruction."""
     arrays, _ = load_arrays(sae)
-    rows = np.asarray(arrays["W_dec"], np.float32)
+    rows = np.asarray(arrays["W_dec"], np.float32) / np.float32(sae.output_scale)
     return rows / arrays["decoder_norm"][:, None] if sae.rescales else rows
 
 

@@ -129,15 +129,23 @@ def open_sae(
             asked = "is of no layer" if layer is None else f"is of layer {layer}"
             raise InputError(f"{flag} {where}: has encoders of layers {layers}; the tap {asked}")
         sae = found.layout.read(found.folder, chosen)
-    if decodes and sae.crosses:
-        raise InputError(
-            f"{flag} {where}: is a cross-layer transcoder, whose reconstruction needs the latents "
-            "of all layers up to its own; only its latents are computed"
-        )
     if sae.hook and sae.hook.endswith(_UNGAINED):
         hook = f"{sae.hook.removesuffix(_UNGAINED)}mlp.hook_in"
         sae = replace(sae, hook=hook, ungained=True)
-    sae = replace(sae, decodes=decodes)
+    return with_decoder(sae, f"{flag} {where}") if decodes else _checked(sae)
+
+
+def with_decoder(sae: Sae, named: str) -> Sae:
+    """Return an encoder with its decoder; `named`: what to call it in errors."""
+    if sae.crosses:
+        raise InputError(
+            f"{named}: is a cross-layer transcoder, whose reconstruction needs the latents of all "
+            "layers up to its own; only its latents are computed"
+        )
+    return _checked(replace(sae, decodes=True))
+
+
+def _checked(sae: Sae) -> Sae:
     check_tensors(sae)
     return replace(sae, sampled=sampled_files(sae))
 
