@@ -64,6 +64,9 @@ def test_tokens_are_coloured_by_a_channel_or_a_direction(explorer: Explorer) -> 
     assert page["scale"]["low"] == -page["scale"]["high"]
     vector = np.arange(12) - 4.0
     number = explorer.directions.add("v", str(vector.tolist()).encode(), {12})
+    page = explorer.document(0, 0, 99, Colour(TAP, "sum"))
+    np.testing.assert_allclose(page["values"], rows.sum(axis=1), rtol=1e-5, atol=1e-5)
+    assert page["scale"]["signed"]
     page = explorer.document(0, 0, 99, Colour(TAP, "direction", direction=number))
     expected = rows @ (vector / np.linalg.norm(vector))
     np.testing.assert_allclose(page["values"], expected, rtol=1e-4, atol=1e-4)
@@ -80,7 +83,7 @@ def test_a_scale_is_of_all_rows_and_no_outlier_takes_it(explorer: Explorer) -> N
 @pytest.mark.parametrize(
     ("colour", "message"),
     [
-        (Colour(TAP, "shape"), "norm, channel or direction"),
+        (Colour(TAP, "shape"), "norm, sum, channel or direction"),
         (Colour(TAP, "channel", channel=12), "channels 0 to 11"),
         (Colour(TAP, "direction", direction=77), "no direction 77"),
         (Colour("resid_post.9", "norm"), "no tap"),

@@ -239,19 +239,21 @@ class Explorer:
         return np.where(own, values, np.float32(0)).sum(axis=1)
 
     def numbers(self, rows: np.ndarray, colour: Colour) -> np.ndarray:
-        """Return a number for each row: its norm, one of its values, its projection on a direction,
-        or the number of active latents."""
+        """Return a number for each row: its norm, the sum of its values, one of them, its
+        projection on a direction, or the number of active latents."""
         latents = bool(self.dataset.num_latents(colour.tap))
         if colour.by == "norm":
             return np.sqrt(np.einsum("ij,ij->i", rows, rows))
         if colour.by == "active" and latents:
             return np.count_nonzero(rows, axis=1).astype(np.float32)
+        if colour.by == "sum" and not latents:
+            return rows.sum(axis=1)
         if colour.by == "channel" and not latents:
             return rows[:, self.checked_channel(colour.tap, colour.channel)]
         if colour.by == "direction" and not latents:
             width = self.dataset.width(colour.tap)
             return rows @ self.directions.get(colour.direction, width)
-        ways = "latent, active or norm" if latents else "norm, channel or direction"
+        ways = "latent, active or norm" if latents else "norm, sum, channel or direction"
         raise ConfigError(f"tokens of {colour.tap} can be coloured by {ways}")
 
     def checked_latent(self, tap: str, latent: int) -> int:

@@ -99,7 +99,13 @@ export function view(page) {
   function colouring() {
     const { by, latent } = page.state;
     if (page.latents(page.tap)) return ['latent', 'active'].includes(by) ? by : latent ? 'latent' : 'active';
-    return ['channel', 'direction'].includes(by) ? by : 'norm';
+    const [usual, also] = summed() ? ['sum', 'norm'] : ['norm', 'norm'];
+    return [also, 'channel', 'direction'].includes(by) ? by : usual;
+  }
+
+  /** Whether a tap holds attributions (of each token, or of each head), whose signs matter. */
+  function summed() {
+    return /_attr(\.|$)/.test(page.tap);
   }
 
   function drawTools() {
@@ -120,7 +126,7 @@ export function view(page) {
     const number = h('input', { type: 'number', min: 0, max: page.width(tap) - 1, value: channel, ariaLabel: 'Channel', onchange: () => page.set({ channel: number.value }) });
     tools.replaceChildren(...[
       select('Tap', page.dataset.taps.map((each) => [each.name, each.name]), page.tap, (value) => page.set({ tap: value })),
-      choice('Coloured by', [['norm', 'Norm', 'length of the row'], ['channel', 'Channel', 'one of its values'], ['direction', 'Direction', 'projection on a vector']], by,
+      choice('Coloured by', [...(summed() ? [['sum', 'Attribution', 'the sum of its values']] : []), ['norm', 'Norm', 'length of the row'], ['channel', 'Channel', 'one of its values'], ['direction', 'Direction', 'projection on a vector']], by,
         (value) => (value === 'direction' && !known.length ? file.click() : page.set({ by: value, direction: value === 'direction' ? direction ?? known[known.length - 1].id : direction })), true),
       by === 'channel' ? number : null,
       by === 'direction' ? select('', known.map((each) => [String(each.id), each.name]), String(direction), (value) => page.set({ direction: value })) : null,
@@ -130,7 +136,7 @@ export function view(page) {
   function drawText() {
     const ids = Boolean(page.dataset.no_text);
     const { channel = 0, latent = 0 } = page.state;
-    const naming = { norm: 'norm', channel: `channel ${channel}`, direction: 'projection', latent: `latent ${latent}`, active: 'latents that fire' }[colouring()];
+    const naming = { norm: 'norm', sum: 'attribution', channel: `channel ${channel}`, direction: 'projection', latent: `latent ${latent}`, active: 'latents that fire' }[colouring()];
     const kept = Object.entries(shown.about).filter(([name]) => !['doc', 'tokens', 'rows', 'first_row', 'skipped', 'preview'].includes(name));
     about.replaceChildren(h('h2', {}, `Document ${count(shown.doc)}`),
       h('p', { className: 'quiet' }, `${count(shown.about.tokens)} tokens, ${count(shown.about.rows)} rows`,
