@@ -27,7 +27,7 @@ from spile.features.ranked import (
     values_of,
 )
 
-MEMORY = 1 << 30  # bytes of a tally, at most
+MEMORY = 2 << 30  # bytes that counting takes, about, at most
 _OF_LATENTS = np.uint64(1 << 63)  # tells the hashes of latents from those of places
 
 
@@ -35,7 +35,8 @@ def range_bounds(latents: int, options: FeatureOptions, *, signed: bool) -> tupl
     """Return the ranges of latents that are counted at a time."""
     bins = BINS * (2 if signed else 1)
     kept = options.examples + options.drawn
-    each = 8 * bins + 3 * kept * 24  # (sorted beside as many candidates, with their order)
+    # (Measured: entries of 24 bytes are sorted beside half as many candidates, and then merged.)
+    each = 8 * bins + 9 * kept * 24
     ranges = max(1, -(-latents * each // MEMORY))
     cuts = {latents * number // ranges for number in range(ranges + 1)}
     return tuple(sorted(cuts))
