@@ -23,7 +23,7 @@ VERBS = {
         "convert",
         "legacy",
     ],  # fmt: skip
-    "look at one": ["status", "ls", "serve", "doctor"],
+    "look at one": ["features", "status", "ls", "serve", "doctor"],
     "read one": ["export", "shuffle", "serve-rows"],
     "move one": ["copy", "merge", "push"],
     "maintain one": ["verify", "check", "sign", "compact", "drop", "gc", "rm"],

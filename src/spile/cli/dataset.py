@@ -232,7 +232,7 @@ def add_drop(verbs: Verbs) -> None:
     sub = verbs.add(
         "drop",
         drop,
-        "drop taps that were added to a dataset, or features; gc then frees their space",
+        "drop added taps, or features; gc then frees their space",
         epilog="  spile drop acts/demo --taps mlp_out.20\n  spile gc acts/demo",
     )
     sub.place("out")

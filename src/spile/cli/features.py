@@ -19,7 +19,7 @@ def add_features(verbs: Verbs) -> None:
     sub = verbs.add(
         "features",
         features,
-        "count every latent: density, quantiles, examples, neighbours, logits",
+        "count every latent: density, examples, neighbours, logits",
         epilog="  spile features acts/latents\n"
         "  spile features acts/demo --tap resid_post.9 --directions refusal.npy",
     )
