@@ -18,6 +18,7 @@ VERBS = {
         "ingest",
         "plan",
         "rollouts",
+        "lens",
         "taps",
         "fetch",
         "convert",
