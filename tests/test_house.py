@@ -39,6 +39,8 @@ EXEMPT = {
     "fleet/ray/driver.py": "chaos/test_ray.py",
     "models/config/family.py": "models/config/test_families.py",
     "models/config/hf_layers.py": "models/config/test_hf_config.py",
+    "models/forward/kernels/chunks.py": "models/forward/kernels/test_state_space.py",
+    "models/forward/kernels/wide_attention.py": "models/forward/kernels/test_attention.py",
     **{
         f"models/config/rows/{name}.py": "models/config/test_families.py"
         for name in (

@@ -31,7 +31,7 @@ def test_each_block_of_a_scan_returns_its_gradient_to_its_own_slot() -> None:
     np.testing.assert_array_equal(found, [[60.0], [20.0], [4.0]])
 
 
-def test_numbers_of_tokens_have_the_plain_gradient_in_any_number_of_slices() -> None:
+def test_numbers_of_tokens_have_the_plain_gradient_however_sliced() -> None:
     hidden = jax.random.normal(jax.random.key(0), (2, 5, 3))
     weights, own = jax.random.normal(jax.random.key(1), (3,)), jnp.arange(10.0).reshape(2, 5)
     cotangent = jax.random.normal(jax.random.key(2), (2, 5))

@@ -24,7 +24,7 @@ from spile.models.forward.kernels.grouped import (
     Grouped,
     Groups,
     Matrices,
-    Rows,
+    ExpertRows,
     mosaic,
     mosaic_gated,
     mosaic_serves,
@@ -155,7 +155,7 @@ def mix(
         by = weights.reshape(-1)[runs.lay(order, expert)] if weighs_input else None
         tokens = _gathered(flat, token, by, float8=isinstance(block["w_up"], Float8Weight))
 
-        def each(inputs: Rows, name: str) -> Array:
+        def each(inputs: ExpertRows, name: str) -> Array:
             weight, bias = block[f"w_{name}"], block.get(f"b_{name}")
             if not isinstance(inputs, Float8Rows):
                 inputs = _as_taken(inputs, weight)
@@ -192,7 +192,7 @@ def _gathered(
     weights: Float[Array, " rows"] | None,
     *,
     float8: bool,
-) -> Rows:
+) -> ExpertRows:
     """Gather tokens for their experts, multiplied by their weights if there are any."""
     if not float8:
         rows = _rows(x, token)
@@ -202,7 +202,7 @@ def _gathered(
     return Float8Rows(_rows(values, token), scale)
 
 
-def _as_taken(inputs: Float[Array, "rows in"], weight: Matrices) -> Rows:
+def _as_taken(inputs: Float[Array, "rows in"], weight: Matrices) -> ExpertRows:
     """Return inputs in the form in which a product with these weights takes them."""
     if isinstance(weight, Float8Weight):
         return Float8Rows(*to_float8(inputs))

@@ -9,7 +9,7 @@ backward scan, and each block fills its own slot.
 # Strict, but for values that jax's own types leave unknown.
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # pyright: reportUnknownMemberType=false, reportUnknownParameterType=false
-# pyright: reportUnknownVariableType=false, reportMissingParameterType=false
+# pyright: reportUnknownVariableType=false
 
 from collections.abc import Callable
 from functools import partial

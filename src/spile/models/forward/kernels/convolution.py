@@ -16,7 +16,7 @@ from jaxtyping import Float
 from spile.models.forward.ops import Channels, Places, activate
 
 
-class Tiling(NamedTuple):
+class ConvolutionTiling(NamedTuple):
     """How a program runs."""
 
     tokens: int = 64
@@ -24,7 +24,7 @@ class Tiling(NamedTuple):
     warps: int = 4
 
 
-FASTEST = Tiling()  # of those tried on an H200 (docs/benchmarks.md)
+FASTEST = ConvolutionTiling()  # of those tried on an H200 (docs/benchmarks.md)
 
 
 def convolution(
@@ -34,7 +34,7 @@ def convolution(
     segments: Places,
     activation: str | None,
     *,
-    tiling: Tiling = FASTEST,
+    tiling: ConvolutionTiling = FASTEST,
     interpret: bool = False,
 ) -> Channels:
     """Convolve each channel over the last tokens of the document; then activate, if asked."""
@@ -55,7 +55,7 @@ def convolution(
 
 def _kernel(
     x: Any, weights: Any, bias: Any, segments: Any, out: Any,
-    *, tiling: Tiling, width: int, activation: str | None,
+    *, tiling: ConvolutionTiling, width: int, activation: str | None,
 ) -> None:  # fmt: skip
     row = pl.program_id(2)
     tokens = pl.program_id(1) * tiling.tokens + jnp.arange(tiling.tokens)

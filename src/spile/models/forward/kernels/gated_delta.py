@@ -32,7 +32,7 @@ from spile.models.forward.kernels.chunks import (
 from spile.models.forward.ops import Heads, Scalars
 
 
-class Tiling(NamedTuple):
+class DeltaTiling(NamedTuple):
     """How programs run."""
 
     chunk: int = 64  # tokens
@@ -43,7 +43,7 @@ class Tiling(NamedTuple):
     precision: jax.lax.DotAlgorithmPreset | None = None  # of the inverse: TF32
 
 
-FASTEST = Tiling()  # of those tried on an H200 (docs/benchmarks.md)
+FASTEST = DeltaTiling()  # of those tried on an H200 (docs/benchmarks.md)
 
 
 def rule(
@@ -55,7 +55,7 @@ def rule(
     segments: Int[Array, "rows seq"],
     *,
     eps: float,
-    tiling: Tiling = FASTEST,
+    tiling: DeltaTiling = FASTEST,
     interpret: bool = False,
 ) -> Heads:
     """Return what queries read, in the dtype of the values.

@@ -42,16 +42,16 @@ _GATED = ("silu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "r
 
 
 class Float8Rows(NamedTuple):
-    """Rows in float8, with a scale for each."""
+    """ExpertRows in float8, with a scale for each."""
 
     values: Float[Array, "rows in"]
     scale: Float[Array, " rows"]
 
 
-Rows: TypeAlias = Float[Array, "rows in"] | Float8Rows
+ExpertRows: TypeAlias = Float[Array, "rows in"] | Float8Rows
 Matrices: TypeAlias = Float[Array, "experts out in"] | Float8Weight
 # Both in float8, or neither.
-Grouped: TypeAlias = Callable[[Rows, Matrices], Array]
+Grouped: TypeAlias = Callable[[ExpertRows, Matrices], Array]
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,19 +86,19 @@ class Groups:
         return jnp.zeros(self.rows, values.dtype).at[self.places(expert)].set(values)
 
 
-def unscaled(values: Rows | Matrices) -> Array:
+def unscaled(values: ExpertRows | Matrices) -> Array:
     """Return the numbers to multiply, without their scales."""
     return values.values if isinstance(values, (Float8Rows, Float8Weight)) else values
 
 
-def scaled_by_row(products: Float[Array, "rows out"], x: Rows) -> Array:
+def scaled_by_row(products: Float[Array, "rows out"], x: ExpertRows) -> Array:
     return products * x.scale[:, None] if isinstance(x, Float8Rows) else products
 
 
 def ragged(runs: Groups) -> Grouped:
     """Multiply by the TPU's instruction. (On other devices it would multiply by all experts.)"""
 
-    def multiply(x: Rows, w: Matrices) -> Array:
+    def multiply(x: ExpertRows, w: Matrices) -> Array:
         if not isinstance(w, Float8Weight):
             return by_instruction(unscaled(x), w)
         # bfloat16 holds every number of float8.
@@ -125,7 +125,7 @@ def tiled(runs: Groups) -> Grouped:
     sizes, count, experts = runs.sizes, runs.count, len(runs.sizes)
     tile = min(1024, max(8, 1 << (max(1, count // (4 * experts)).bit_length() - 1)))
 
-    def multiply_all(x: Rows, w: Matrices) -> Array:
+    def multiply_all(x: ExpertRows, w: Matrices) -> Array:
         rows, weights = unscaled(x), unscaled(w)
         item = max(weights.dtype.itemsize, 4 if isinstance(w, Float8Weight) else 0)
         chunk = max(1, _GATHERED // (weights[0].size * item))
@@ -189,7 +189,7 @@ def mosaic(runs: Groups) -> Grouped:
     """Multiply by a Hopper kernel that looks up a tile's expert in a table.
 
     jax's own kernel (`ragged_dot_mgpu`) searches all experts in every tile, so with 512 experts it
-    is 6 to 15 times as slow. Rows that belong to no expert are left unset.
+    is 6 to 15 times as slow. ExpertRows that belong to no expert are left unset.
     """
     table = _table(runs)
     return lambda x, w: _multiplied(runs, table, x, [w])
@@ -209,13 +209,13 @@ class Gating(NamedTuple):
 def mosaic_gated(runs: Groups, gating: Gating) -> Callable[..., Array]:
     """Multiply by the gate's and the other matrix in one kernel that activates their products.
 
-    Rows are read once, products are never rounded or stored, and half as many values leave the
+    ExpertRows are read once, products are never rounded or stored, and half as many values leave the
     kernel as two products have.
     """
     table = _table(runs)
 
     def multiply(
-        x: Rows, gate: Matrices, up: Matrices, biases: tuple[Array, Array] | None = None
+        x: ExpertRows, gate: Matrices, up: Matrices, biases: tuple[Array, Array] | None = None
     ) -> Array:
         return _multiplied(runs, table, x, [gate, up], gating, biases or ())
 
@@ -225,7 +225,7 @@ def mosaic_gated(runs: Groups, gating: Gating) -> Callable[..., Array]:
 def _multiplied(
     runs: Groups,
     table: list[Int[Array, " tiles"]],
-    x: Rows,
+    x: ExpertRows,
     matrices: list[Matrices],
     gating: Gating | None = None,
     biases: tuple[Array, ...] = (),
@@ -267,7 +267,7 @@ def _hopper(
 
     It takes the table of `_table`, which counts in eights because the GPU copies eight rows whole.
     With `gating` it takes two matrices, and each warpgroup has half of a tile's rows of both, so
-    that it has both products of a value; without, half of a tile's columns. Rows and matrices in
+    that it has both products of a value; without, half of a tile's columns. ExpertRows and matrices in
     float8 come with their scales, matrices that are gated with biases or without.
     """
     pl: Any = importlib.import_module("jax.experimental.pallas")

@@ -21,7 +21,7 @@ from spile.models.forward.kernels.chunks import decay, dot, dot_by_columns, dot_
 from spile.models.forward.ops import Heads, Scalars
 
 
-class Tiling(NamedTuple):
+class StateSpaceTiling(NamedTuple):
     """How a program runs."""
 
     chunk: int = 64  # tokens
@@ -29,7 +29,7 @@ class Tiling(NamedTuple):
     stages: int = 2
 
 
-FASTEST = Tiling()  # of those tried on an H200 (docs/benchmarks.md)
+FASTEST = StateSpaceTiling()  # of those tried on an H200 (docs/benchmarks.md)
 
 
 def rule(
@@ -41,7 +41,7 @@ def rule(
     skip: Float[Array, " heads"],
     segments: Int[Array, "rows seq"],
     *,
-    tiling: Tiling = FASTEST,
+    tiling: StateSpaceTiling = FASTEST,
     interpret: bool = False,
 ) -> Heads:
     """Return what queries read, plus each token's value times `skip`, in the dtype of the values.

@@ -31,7 +31,7 @@ from spile.models.forward.attention import (
 from spile.models.forward.kernels.chunks import dot, dot_by_rows
 
 
-class Tiling(NamedTuple):
+class AttentionTiling(NamedTuple):
     """How a program runs."""
 
     queries: int = 32
@@ -40,11 +40,15 @@ class Tiling(NamedTuple):
     stages: int = 2
 
 
-FASTEST = Tiling()  # of those tried on an H200 (docs/benchmarks.md)
+FASTEST = AttentionTiling()  # of those tried on an H200 (docs/benchmarks.md)
 
 
 def wide(
-    segments: Places, positions: Places, *, tiling: Tiling = FASTEST, interpret: bool = False
+    segments: Places,
+    positions: Places,
+    *,
+    tiling: AttentionTiling = FASTEST,
+    interpret: bool = False,
 ) -> Attend:
     """Attend within documents. Values are as wide as keys, and the width is a power of two."""
     seq = segments.shape[1]
@@ -83,7 +87,15 @@ def wide(
 
 
 def _kernel(
-    q: Any, k: Any, v: Any, first: Any, out: Any, *, tiling: Tiling, each: int, scale: float
+    q: Any,
+    k: Any,
+    v: Any,
+    first: Any,
+    out: Any,
+    *,
+    tiling: AttentionTiling,
+    each: int,
+    scale: float,
 ) -> None:
     number, head, row = (pl.program_id(axis) for axis in range(3))
     begin, own = number * tiling.queries, head // each
