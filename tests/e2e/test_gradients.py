@@ -103,7 +103,7 @@ def test_a_filter_and_pooling_apply_to_gradients_as_to_values(
             np.testing.assert_allclose(mean.read(tap)[row], wanted, rtol=1e-5, atol=2e-6)
 
 
-def test_streamed_blocks_come_back_in_reverse_order_and_give_the_same_bits(
+def test_streamed_blocks_come_back_in_reverse_with_the_same_bits(
     dataset: spile.Dataset, recipe: Recipe, tmp_path: Path
 ) -> None:
     """Of several batches in a sweep, the same but for rounding."""

@@ -19,12 +19,12 @@ from jaxtyping import Array, Bool, Float, Int
 from spile.models.config.arch import Arch, Experts
 from spile.models.forward.kernels.grouped import (
     EIGHT,
+    ExpertRows,
     Float8Rows,
     Gating,
     Grouped,
     Groups,
     Matrices,
-    ExpertRows,
     mosaic,
     mosaic_gated,
     mosaic_serves,

@@ -42,7 +42,7 @@ _GATED = ("silu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "r
 
 
 class Float8Rows(NamedTuple):
-    """ExpertRows in float8, with a scale for each."""
+    """Rows in float8, with a scale for each."""
 
     values: Float[Array, "rows in"]
     scale: Float[Array, " rows"]
@@ -189,7 +189,7 @@ def mosaic(runs: Groups) -> Grouped:
     """Multiply by a Hopper kernel that looks up a tile's expert in a table.
 
     jax's own kernel (`ragged_dot_mgpu`) searches all experts in every tile, so with 512 experts it
-    is 6 to 15 times as slow. ExpertRows that belong to no expert are left unset.
+    is 6 to 15 times as slow. Rows that belong to no expert are left unset.
     """
     table = _table(runs)
     return lambda x, w: _multiplied(runs, table, x, [w])
@@ -209,7 +209,7 @@ class Gating(NamedTuple):
 def mosaic_gated(runs: Groups, gating: Gating) -> Callable[..., Array]:
     """Multiply by the gate's and the other matrix in one kernel that activates their products.
 
-    ExpertRows are read once, products are never rounded or stored, and half as many values leave the
+    Rows are read once, products are never rounded or stored, and half as many values leave the
     kernel as two products have.
     """
     table = _table(runs)
@@ -267,7 +267,7 @@ def _hopper(
 
     It takes the table of `_table`, which counts in eights because the GPU copies eight rows whole.
     With `gating` it takes two matrices, and each warpgroup has half of a tile's rows of both, so
-    that it has both products of a value; without, half of a tile's columns. ExpertRows and matrices in
+    that it has both products of a value; without, half of a tile's columns. Rows and matrices in
     float8 come with their scales, matrices that are gated with biases or without.
     """
     pl: Any = importlib.import_module("jax.experimental.pallas")
