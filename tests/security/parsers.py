@@ -43,9 +43,14 @@ from spile.corpus.reader import CorpusReader
 from spile.corpus.tokenize import TextTokenizer
 from spile.corpus.units import CutOptions, make_units
 from spile.dataset import format as fmt
+from spile.dataset.codec.columns import columns_in, encode_columns
+from spile.dataset.codec.features import LatentCounts
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read.latents import top_rows
 from spile.dataset.read.opening import open_dataset
+from spile.dataset.records.features import FeatureOptions, FeatureSet, FeatureSpec
+from spile.features.ranked import hashes
+from spile.features.tally import Tally
 from spile.models.config.hf_config import read_config
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.encoders import open_sae
@@ -638,7 +643,48 @@ def _given(*seeds: str | bytes) -> Callable[[Path], list[bytes]]:
 
 
 _CHATS = Chats(("chat",), ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", "m"))
+
+
+def _counted() -> dict[str, np.ndarray]:
+    """The columns of a range of three latents in two rows."""
+    tally = Tally(0, 3, FeatureOptions(examples=2, drawn=3), signed=False)
+    places = np.arange(2)
+    values = np.array([1.5, 0.25, 4], np.float32)
+    latents, rows = np.array([0, 2, 2]), np.array([0, 0, 1])
+    tally.add(latents, values, rows, places, hashes(places), np.array([7, 8], np.int32))
+    return tally.columns()
+
+
+def _features(data: bytes, folder: Path) -> None:
+    """Read a range of features whose record vouches for whatever it holds."""
+    found = LatentCounts("columns", columns_in("columns", data), 3)
+    found.check_places(1)
+    for latent in range(3):
+        assert found["top/value"][found.run("top", latent)].ndim == 1
+
+
+def _feature_record(data: bytes, folder: Path) -> None:
+    """Read a record of features, sealed again."""
+    features = FeatureSet(LocalObjects(folder), "resid_post.0-1")
+    try:
+        body: Any = json.loads(data)
+        sealed = fmt.encode_record("features", body)
+    except (ValueError, TypeError, RecursionError):
+        return
+    features.objects.replace(fmt.FEATURE_SET, sealed)
+    features.spec().parts([4])
+
+
+_SPEC = FeatureSpec(
+    tap="resid_post.0", of="", latents=3, names=(), bounds=(0, 3), stride=2,
+    options=FeatureOptions(),
+)  # fmt: skip
+
 PARSERS: dict[str, Parser] = {
+    "features": Parser(lambda _: [encode_columns(_counted())], _features),
+    "features.json": Parser(
+        lambda _: [json.dumps(_SPEC.to_json()).encode()], _feature_record, _JSON_WORDS
+    ),
     "jsonl": Parser(_lines, _corpus("c.jsonl", keep=("id", "meta"), preview=5), _JSON_WORDS),
     "chats": Parser(_chat_lines, _corpus("c.jsonl", _CHATS, keep=("id",)), _JSON_WORDS),
     "json": Parser(_array, _corpus("c.json", keep=("id",)), _JSON_WORDS),
