@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from spile.core.pool import COVARIANCE
+from spile.core.pool import COVARIANCE, JACOBIAN
 from spile.dataset.codec.statistics import TapStats
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.encoders import open_sae
@@ -15,7 +15,7 @@ from spile.models.files.encoders.sae import SparseEncoder
 from spile.models.files.encoders.tensors import load_arrays
 from spile.models.forward.splice import load_changes
 from spile.models.layout import Layout
-from spile.models.taps import parse_taps
+from spile.models.taps import Tap, parse_taps
 from spile.plan.splices import find_splices
 from spile.run.step.step import Step, StepDevices
 from support import families, saes, tiny
@@ -332,3 +332,37 @@ def test_each_device_holds_its_share_of_the_weights(model: Path) -> None:
         array = step.params.cycle[0][name]
         assert array.addressable_shards[0].data.size * ways == array.size, name
     assert len(jax.devices()) >= 8
+
+
+@pytest.mark.parametrize("gathers", some([False, True], False))
+def test_sums_of_jacobians_are_those_of_one_device(
+    model: Path, gathers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if gathers:
+        monkeypatch.setattr(StepDevices, "gathers", lambda place, pool: place.shards is not None)
+    batch, last = pooled(make_batch(16, keep=True), 4), Tap("resid_post", 2)
+    stored = "bfloat16" if gathers else "float32"
+    one, mesh = (
+        # (Tests share the programs of equal settings. Sums are float32, whatever is stored.)
+        make_step(model, "resid_post:all", each, stored, pool=JACOBIAN, beside=last)(batch)
+        for each in (None, SQUARE)
+    )
+    for tap in ("resid_post.0", "resid_post.1"):
+        wanted, found = (sum(each.batches[0].products_of(tap)) for each in (one, mesh))
+        assert np.abs(wanted).max() > 0.1
+        np.testing.assert_allclose(found, wanted, atol=2e-5 * np.abs(wanted).max())
+        prompts = [each.batches[0].parts_of(tap).sum() for each in (one, mesh)]
+        assert prompts[0] == prompts[1] > 4
+
+
+def test_a_lens_predicts_on_a_mesh_what_it_does_on_one_device(model: Path) -> None:
+    rng, width = np.random.default_rng(0), open_checkpoint(str(model)).arch.width
+    arrays = {
+        "matrix": rng.normal(size=(width, width)).astype(np.float32) / width,
+        "bias": rng.normal(size=width).astype(np.float32),
+    }
+    batch, lens = make_batch(16, keep=True), {"lens_logsumexp.1": arrays}
+    taps = "resid_post:0,lens_top:1,top_logits"
+    one, mesh = (make_step(model, taps, each, lens=lens)(batch) for each in (None, SQUARE))
+    for tap in one.batches[0].rows:
+        np.testing.assert_allclose(mesh.rows_of(tap), one.rows_of(tap), atol=2e-5, err_msg=tap)

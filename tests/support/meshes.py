@@ -18,7 +18,7 @@ from spile.models.forward.decoder import needs_whole_block
 from spile.models.forward.sharding import Shards, make_mesh
 from spile.models.forward.weights import LayerSchedule, load_params
 from spile.models.layout import Cuts, Layout
-from spile.models.sites import AFTER_BLOCKS
+from spile.models.sites import AFTER_BLOCKS, LENSES
 from spile.models.taps import Tap, parse_taps
 from spile.plan.objectives import find_objective
 from spile.run.step.resident import ResidentStep
@@ -44,8 +44,10 @@ def make_step(
     splices: Mapping[Tap, Partial] | None = None,
     pool: str | None = None,
     compares: bool = False,
+    beside: Tap | None = None,
+    lens: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> ResidentStep:
-    """`encoders`: by tap, each with its arrays."""
+    """`encoders`: by tap, each with its arrays; `lens`: the arrays of one whose map is added."""
     checkpoint = open_checkpoint(str(directory))
     chosen = parse_taps(taps, checkpoint.arch)
     objective = find_objective(None, chosen, checkpoint.arch, compute_dtype)
@@ -57,7 +59,7 @@ def make_step(
     params, _ = load_params(
         checkpoint,
         schedule,
-        head=any(tap.site in AFTER_BLOCKS for tap in computed),
+        head=any(tap.site in (*AFTER_BLOCKS, *LENSES) for tap in computed),
         dtype=DTYPES_BY_NAME[compute_dtype],
         shards=shards,
     )
@@ -66,10 +68,12 @@ def make_step(
         arch=checkpoint.arch, taps=chosen, schedule=schedule, compute_dtype=compute_dtype,
         store_dtype=store_dtype, place=StepDevices(jax.devices()[0], shards),
         encoders={tap: encoder for tap, (encoder, _) in encoders.items()}, spliced=tuple(splices),
-        pool=pool, compares=compares, objective=objective,
+        pool=pool, compares=compares, objective=objective, beside=beside,
+        lens_adds=True if lens else None,
     )  # fmt: skip
     arrays = {tap: arrays for tap, (_, arrays) in encoders.items()}
-    return ResidentStep(params, settings, Extras(scales or {}, arrays, tuple(splices.values())))
+    extras = Extras(scales or {}, arrays, tuple(splices.values()), lens or {})
+    return ResidentStep(params, settings, extras)
 
 
 def make_batch(rows: int, seq: int = 24, *, keep: bool = False, vocab: int = 250) -> Batch:

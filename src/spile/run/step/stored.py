@@ -185,7 +185,8 @@ class StoredForm:
             stream = self.shards.rows(stream) if self.shards else stream
             arrays = next(extras.lenses[name] for name in names if name in extras.lenses)
             sites = {name: self.taps[name].site for name in names}
-            top = max(self.taps[name].top for name in names)
+            sized = [self.taps[name] for name in names if self.taps[name].kind.largest_of]
+            top = max((tap.shape(self.lens.arch, 1)[-1] for tap in sized), default=0)
             predicted = self.lens.predictions(arrays, stream, [*sites.values()], top)
             for name, site in sites.items():
                 flat = predicted[site].reshape(-1, *predicted[site].shape[2:])
