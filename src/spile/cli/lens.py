@@ -70,7 +70,7 @@ def add_lens(verbs: Verbs) -> None:
         type=int,
         default=0,
     )
-    fitted.add("--learning-rate", "of these steps; it falls to zero [1e-3]", "X", type=float)
+    fitted.add("--learning-rate", "of these steps; it falls to zero [1e-4]", "X", type=float)
     add_recipe_flags(sub)
     sub.switch("--log-json", "print progress and log as JSON objects on stderr, one a line")
     add_options(sub, "engine", RayOptions)

@@ -32,7 +32,7 @@ from spile.objects import Objects, exists
 from spile.run.stream import stream
 
 ROWS = 1024  # of a batch
-RATE = 1e-3  # of Adam, in units of spreads; it falls to zero
+RATE = 1e-4  # of Adam, in units of spreads; it falls to zero
 STATE = "refining.pt"
 _EVERY = 25  # steps between two stored states
 _WINDOW = 16  # batches whose rows are in random order
