@@ -774,6 +774,7 @@ def test_the_result_is_kept_beside_the_manifest_and_replaced_by_the_next(small: 
     assert record == json.loads(json.dumps(first.to_json()))
     taps = record["taps"]
     keys = {"error", "floor", "control", "loss", "allowed", "bfloat16", "really", "ok"}
+    keys |= {"reconstruction"}
     assert (record["ok"], {frozenset(tap) for tap in taps.values()}) == (True, {frozenset(keys)})
     second = check(str(small), samples=3)
     assert {*objects.list()} == before | {"check.json"}

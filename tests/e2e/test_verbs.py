@@ -70,7 +70,8 @@ def test_taps_names_every_site_that_the_model_has(published: Path) -> None:
         for model, sites in ABSENT.items()
         if (CONFIGS / f"{model}.json").read_bytes() == (published / "config.json").read_bytes()
     ]
-    shown = first_column(result.out)
+    *shown, gradients = first_column(result.out)
+    assert gradients == "SITE_grad"
     assert sorted(shown) == sorted(site + name[site] for site in SITES if site not in absent)
     assert len({*shown}) == len(shown)
     for site in {*SITES} - absent:
@@ -100,7 +101,7 @@ def test_taps_describes_shapes_and_bytes(published: Path) -> None:
 @pytest.mark.parametrize("published", ["gpt2", "Mixtral-8x7B-v0.1"], indirect=True)
 def test_taps_lists_each_layer_on_request_and_always_as_json(published: Path) -> None:
     names = [tap.name for tap in all_taps(read_arch(str(published)))]
-    assert first_column(run("taps", "--model", published, "--all").out) == names
+    assert first_column(run("taps", "--model", published, "--all").out) == [*names, "SITE_grad"]
     entries = run("taps", "--model", published, "--json").json
     assert entries == run("taps", "--model", published, "--json", "--all").json
     assert [entry["name"] for entry in entries] == names
@@ -149,8 +150,10 @@ def test_help_names_every_site(verb: str) -> None:
     result = run(verb, "--help-all")
     (listed,) = re.findall(r"\nsites:(.*?)\nlayers:", result.out, re.DOTALL)
     assert result.code == 0
+    listed = re.sub(r"SITE_grad:.*?\n(?=\s*\w+: stands)", "", listed, flags=re.DOTALL)
     words = {"and", "without", "layers", "stands", "for"}
-    assert {*re.findall(r"\w+", listed)} - words == {*SITES, *GROUPS}
+    # (What a lens predicts has no site of the model's own.)
+    assert {*re.findall(r"\w+", listed)} - words == {*SITES, *GROUPS, *GROUPS["lens_top"]}
     layered, bare = listed.split("and, without layers:")
     assert {*layered.split()} == {name for name, site in SITES.items() if site.layered}
     bare, *_ = bare.partition(f"{next(iter(GROUPS))}: stands for")

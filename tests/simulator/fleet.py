@@ -371,7 +371,7 @@ class Simulation:
             table = ledger.create_table(self.truth.table)
             if not ledger.complete(table):
                 job = cast(Any, SimpleNamespace(
-                    table=table, units=units, model=model,
+                    table=table, units=units, model=model, compares=False,
                     reader=lambda *_: SimpleNamespace(close=lambda: None),
                 ))  # fmt: skip
                 ledger.check_weights({"embed": "aa", "blocks": "bb"})

@@ -283,7 +283,9 @@ def test_parts_that_do_not_exist_are_refused(tmp_path: Path) -> None:
     dest = LocalObjects(tmp_path / "dest")
     with pytest.raises(ConfigError, match="has 5 units, 0 to 4"):
         copy_part(made.objects, dest, units=[3, 5])
-    with pytest.raises(ConfigError, match="latents and their ids go together"):
+    with pytest.raises(
+        ConfigError, match="mlp_out_latents.1 and mlp_out_latent_ids.1 go together; give both"
+    ):
         copy_part(made.objects, dest, taps="mlp_out_latents.1")
     with pytest.raises(ConfigError, match="no tap 'z.9'"):
         copy_part(made.objects, dest, taps="z.9")

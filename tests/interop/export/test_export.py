@@ -23,8 +23,9 @@ from support.marks import some
 
 Run = Callable[..., tuple[Path, Exported]]
 TAPS = "resid_post:all"
-# (Tests of latents cover delphi, and those of drafting heads the other two, which need more taps.)
-DENSE = [to for to in FORMATS if to not in ("delphi", "specforge", "deepspec")]
+# (Others need latents, features or more taps, and have tests of their own.)
+OTHERS = ("delphi", "specforge", "deepspec", "neuronpedia", "circuit-tracer", "feature-table")
+DENSE = [to for to in FORMATS if to not in OTHERS]
 
 
 def names(directory: Path) -> list[str]:
