@@ -84,6 +84,7 @@ def test_each_context_has_the_gradients_of_hf(
     assert checked.ok and {*truth} < {*checked.taps}
 
 
+@pytest.mark.full
 def test_a_filter_and_pooling_apply_to_gradients_as_to_values(
     dataset: spile.Dataset, recipe: Recipe, tmp_path: Path
 ) -> None:
@@ -103,6 +104,7 @@ def test_a_filter_and_pooling_apply_to_gradients_as_to_values(
             np.testing.assert_allclose(mean.read(tap)[row], wanted, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.full
 def test_streamed_blocks_come_back_in_reverse_with_the_same_bits(
     dataset: spile.Dataset, recipe: Recipe, tmp_path: Path
 ) -> None:

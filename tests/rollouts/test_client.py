@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from spile.core.errors import ConfigError, StoreError
+from spile.rollouts import client
 from spile.rollouts.client import Engines, GivenUpError, Refusal
 from spile.rollouts.exchange import UnusableAnswer
 from support.engine_server import serving
@@ -35,7 +36,9 @@ def test_an_address_without_a_server_is_given_up_soon() -> None:
         asked(url, patience_at_first=0.3)
 
 
-def test_a_request_that_always_fails_is_given_up_alone() -> None:
+def test_a_request_that_always_fails_is_given_up_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_LONGEST_PAUSE", 0.1)
+
     def unusable(data: bytes) -> None:
         raise UnusableAnswer("it is odd")
 
