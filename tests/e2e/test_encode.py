@@ -188,7 +188,7 @@ def test_errors_are_added_copied_and_dropped_with_their_latents(
     assert again.recipe.encode_error and again.taps == [VALUES, IDS, ERROR]
     assert np.array_equal(again.read(ERROR, 0, 50), ds.read(ERROR, 0, 50))
     result = run("copy", out, tmp_path / "part", "--taps", ERROR)
-    check_refused(result, 2, "what is stored of resid_post.1 goes together")
+    check_refused(result, 2, "resid_post_error.1 go together; give all of them")
     run("drop", out, "--taps", ERROR)
     assert spile.open(out).taps == ["mlp_out.0"]
 

@@ -284,7 +284,7 @@ def test_parts_that_do_not_exist_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has 5 units, 0 to 4"):
         copy_part(made.objects, dest, units=[3, 5])
     with pytest.raises(
-        ConfigError, match="mlp_out_latents.1 and mlp_out_latent_ids.1 go together; give both"
+        ConfigError, match=r"mlp_out_latents.1, mlp_out_latent_ids.1 go together; give all"
     ):
         copy_part(made.objects, dest, taps="mlp_out_latents.1")
     with pytest.raises(ConfigError, match="no tap 'z.9'"):

@@ -164,7 +164,7 @@ def with_taps(recipe: ResolvedRecipe, kept: Collection[str]) -> ResolvedRecipe:
         stored = recipe.stored_of(tap)
         found = [name for name in stored if name in kept]
         if found and len(found) < len(stored):
-            raise ConfigError(f"--taps: {' and '.join(stored)} go together; give both")
+            raise ConfigError(f"--taps: {', '.join(stored)} go together; give all of them")
         taps += [tap] if found else []
     encode = {tap: name for tap, name in recipe.encode.items() if tap in taps}
     latents, error = recipe.latents if encode else None, recipe.encode_error and bool(encode)
