@@ -119,6 +119,7 @@ def test_streamed_blocks_come_back_in_reverse_with_the_same_bits(
         assert gap < TOLERANCE * np.abs(whole).max(), tap
 
 
+@pytest.mark.full
 def test_gradients_are_added_to_a_dataset_and_resumed(
     dataset: spile.Dataset, recipe: Recipe, tmp_path: Path
 ) -> None:

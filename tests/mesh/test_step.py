@@ -84,7 +84,8 @@ def test_gradients_are_those_of_one_device(model: Path, layout: Layout, keep: bo
         np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("layout", some([SQUARE, Layout(1, 1, 3), CUT_THREE_WAYS], SQUARE), ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [SQUARE, Layout(1, 1, 3), CUT_THREE_WAYS], ids=str)
 def test_gaps_of_an_engine_are_those_of_one_device(model: Path, layout: Layout) -> None:
     batch = scored(make_batch(24), 5)
     everything = make_step(model, "logprob", None)(make_batch(24))
@@ -334,7 +335,8 @@ def test_each_device_holds_its_share_of_the_weights(model: Path) -> None:
     assert len(jax.devices()) >= 8
 
 
-@pytest.mark.parametrize("gathers", some([False, True], False))
+@pytest.mark.full
+@pytest.mark.parametrize("gathers", [False, True])
 def test_sums_of_jacobians_are_those_of_one_device(
     model: Path, gathers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,6 +357,7 @@ def test_sums_of_jacobians_are_those_of_one_device(
         assert prompts[0] == prompts[1] > 4
 
 
+@pytest.mark.full
 def test_a_lens_predicts_on_a_mesh_what_it_does_on_one_device(model: Path) -> None:
     rng, width = np.random.default_rng(0), open_checkpoint(str(model)).arch.width
     arrays = {
