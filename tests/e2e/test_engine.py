@@ -120,7 +120,8 @@ def test_the_same_weights_agree_and_the_check_passes(engine: Engine, exact: Path
     assert len(rows) == 2 * PROMPTS and len(told) >= 0.9 * len(rows)
     found = engine.compared(exact, "the same weights")
     assert found.documents == len(told) and found.ok and found.beyond == 0
-    assert found.mean < 1e-4 and found.largest < 2e-3
+    # Both compute in float32, in other orders: their log-probabilities are within 1e-3.
+    assert found.mean < found.largest < 1e-3
     checked = run("check", engine.folder / "acts-the same weights", "--samples", 2)
     assert checked.code == 0, checked.out + checked.err
 
