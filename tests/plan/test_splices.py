@@ -114,7 +114,7 @@ def test_paths_are_changed_and_nothing_else(folder: Path) -> None:
             "--splice replace-with-sae .*: has none of the files .*cfg.json",
         ),
         ("replace-with-sae:z.1.h0={}/sae", "an autoencoder reads all heads together"),
-        ("{}/own.py:nothing", "returned a int, not a dictionary of changes"),
+        ("{}/own.py:nothing", "returned a int, not a dictionary of functions"),
         ("{}/own.py:late", "ZeroDivisionError: division by zero"),
         ("{}/own.py:other", "the file has no function 'other'"),
         ("{}/others.py:f", "No such file"),

@@ -20,7 +20,8 @@ class Reconstruction:
     """How well an encoder reconstructs rows of the reference.
 
     Attributes:
-        error: the length of what is not reconstructed, relative to rows' (root mean square).
+        error: the length of a row minus its reconstruction, relative to the row's own (root mean
+            square over rows).
         loss: the model's own, in nats a token.
         replaced_loss: the same if each row is replaced by its reconstruction; None if no module of
             the reference takes or returns just those rows.

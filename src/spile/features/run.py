@@ -89,7 +89,7 @@ class FeatureRequest:
     share: tuple[int, int] = (0, 1)
 
     def options(self) -> FeatureOptions:
-        """Return the options, with defaults in place of what is not given."""
+        """Return the options; those that were not given have their defaults."""
         given = {"examples": self.examples, "rows": self.rows, "logits": self.logits}
         chosen = {name: value for name, value in given.items() if value is not None}
         found = FeatureOptions(**chosen)

@@ -38,7 +38,7 @@ _EVERY = 25  # steps between two stored states
 _WINDOW = 16  # batches whose rows are in random order
 _ADAM = 0.9, 0.999, 1e-8
 
-Maps = Mapping[str, tuple[np.ndarray, np.ndarray]]  # matrix and bias of what is added, by tap
+Maps = Mapping[str, tuple[np.ndarray, np.ndarray]]  # by tap: the matrix and bias of the map
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,16 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from spile.core.errors import ConfigError, InputError
 from spile.core.identity import full_digest
 from spile.core.pool import SPEAKERS
-from spile.corpus.programs.program import guarded, load_file
 from spile.models.config.arch import Arch
 from spile.models.objectives import DIRECTION, FUNCTION, LOGIT_DIFF, LOGPROB, LOSS, Objective
 from spile.models.splices import digest
 from spile.models.taps import Tap, parse_taps
-from spile.plan.splices import read_rows
+from spile.plan.splices import read_rows, returned_by_tap
 
 _PROGRAM = re.compile(r"(.+\.py):(\w+)")
 _DIRECTION = re.compile(rf"{DIRECTION}:([^=]+)=(.+)")
@@ -121,19 +120,10 @@ def _taps(given: str, named: str, arch: Arch, *, single: bool = False) -> tuple[
 
 def _program(path: Path, name: str, arch: Arch) -> Objective:
     shown = f"--objective {path}:{name}"
-    function = getattr(load_file(path, "--objective"), name, None)
-    if not callable(function):
-        raise InputError(f"{shown}: the file has no function {name!r}")
-    returned: object = guarded(shown, function)
-    if not isinstance(returned, dict) or not returned:
-        kind = type(cast(object, returned)).__name__
-        raise InputError(
-            f"{shown}: returned a {kind}, not a dictionary of functions, as in "
-            '{"resid_post.12": lambda values: (values**2).sum(-1)}'
-        )
+    returned = returned_by_tap("--objective", path, name, "(values**2).sum(-1)")
     functions: dict[str, Callable[[Any], Any]] = {}
     aims: list[Tap] = []
-    for named, each in cast(dict[object, Any], returned).items():
+    for named, each in returned.items():
         (tap,) = _taps(f"{path.name}:{name}", str(named), arch, single=True)
         if not callable(each):
             raise InputError(f"{shown}: {named}: not a function of the tap's values")

@@ -239,20 +239,30 @@ def _rows(flag: str, array: np.ndarray, shape: tuple[int, ...], *, several: bool
     return array.reshape(-1, width)
 
 
-def _functions(path: Path, name: str, arch: Arch) -> Iterator[Splice]:
-    """Yield the changes that a user's function returns by tap. The function is called once."""
-    shown = f"--splice {path}:{name}"
-    function = getattr(load_file(path, "--splice"), name, None)
+def returned_by_tap(flag: str, path: Path, name: str, example: str) -> dict[object, Any]:
+    """Call a user's function once, and return the dictionary that it returns.
+
+    Raises:
+        InputError: if the file has no such function, or it returns something else.
+    """
+    shown = f"{flag} {path}:{name}"
+    function = getattr(load_file(path, flag), name, None)
     if not callable(function):
         raise InputError(f"{shown}: the file has no function {name!r}")
     returned: object = guarded(shown, function)
     if not isinstance(returned, dict) or not returned:
         kind = type(cast(object, returned)).__name__
         raise InputError(
-            f"{shown}: returned a {kind}, not a dictionary of changes, as in "
-            '{"resid_post.12": lambda values: 0.5 * values}'
+            f"{shown}: returned a {kind}, not a dictionary of functions, as in "
+            f'{{"resid_post.12": lambda values: {example}}}'
         )
-    changes = cast(dict[object, Any], returned)
+    return cast(dict[object, Any], returned)
+
+
+def _functions(path: Path, name: str, arch: Arch) -> Iterator[Splice]:
+    """Yield the changes that a user's function returns by tap."""
+    shown = f"--splice {path}:{name}"
+    changes = returned_by_tap("--splice", path, name, "0.5 * values")
     source = full_digest(path)
     for named, change in changes.items():
         for tap in _taps(f"{path.name}:{name}", str(named), arch):

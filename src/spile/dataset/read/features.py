@@ -407,7 +407,7 @@ class Features:
         for number, block in enumerate(self._set.blocks()):
             file = self._set.logits(block) if number == block else None
             if file is None:
-                break  # (the blocks before are those that there are so far)
+                break  # (logits are written block by block: later ones do not exist yet)
             columns = self._columns(file)
             names = [f"{n}/{e}" for n in ("raised", "lowered") for e in ("ids", "value")]
             shapes = {columns[name].shape for name in names if name in columns}

@@ -99,8 +99,8 @@ def tuned_files(
     """Return the files of a tuned lens, by name.
 
     Args:
-        maps: matrix and bias of what is added to the stream after a block, by layer; -1: to the
-            stream before the first. Layers that are missing add nothing.
+        maps: by layer, the matrix and bias of the map whose result is added to the stream after
+            that block; layer -1 is the stream before the first block. Missing layers add nothing.
         layers: blocks of the model.
         model: its name, as its own project records it.
     """

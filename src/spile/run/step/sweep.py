@@ -402,32 +402,37 @@ class Sweep:
     def compile(self, batch: Batch) -> list[StagePrograms]:
         """Compile every program that a sweep over a batch of this shape runs."""
         return [
-            self._programs_for(number, part, Runs.of(part, self._place.devices))
+            programs(number, part, Runs.of(part, self._place.devices))
+            for programs, numbers in (
+                (self._programs_for, self._stages), (self._back_programs_for, self._back)
+            )
             for part in map(self._place.divisible, self._parts(batch))
-            for number in self._stages
-        ] + [
-            self._back_programs_for(number, part, Runs.of(part, self._place.devices))
-            for part in map(self._place.divisible, self._parts(batch))
-            for number in self._back
-        ]
+            for number in numbers
+        ]  # fmt: skip
 
     def _programs_for(self, number: int, batch: Batch, runs: Runs) -> StagePrograms:
-        stage, contexts = self._stages[number], self.programs.contexts(batch)
-        shapes = tuple(None if a is None else a.shape for a in step_inputs(batch))
-        return self.programs.stage(
-            (stage.key, contexts, shapes),
-            runs,
-            lambda: stage.program(self.settings, contexts, runs.size),
-            lambda: (
-                self._used(number, self._weight_shapes(number), self._shapes.outer),
-                stage.extras,
-                *self._entering(number, batch),
-                input_shapes(batch, self._place),
-            ),
+        return self._programs_of(
+            self._stages[number], number, batch, runs, lambda: self._entering(number, batch)
         )
 
     def _back_programs_for(self, number: int, batch: Batch, runs: Runs) -> StagePrograms:
-        stage, contexts = self._back[number], self.programs.contexts(batch)
+        stage = self._back[number]
+
+        def entering() -> tuple[Any, ...]:
+            onward = None if stage.starts else self._entering(number + 1, batch)[0]
+            return self._entering(number, batch)[0], onward
+
+        return self._programs_of(stage, number, batch, runs, entering)
+
+    def _programs_of(
+        self, stage: Any, number: int, batch: Batch, runs: Runs, entering: Callable[[], Any]
+    ) -> StagePrograms:
+        """Return the programs of a stage, of either direction.
+
+        Args:
+            entering: returns the shapes of what enters the stage besides weights and inputs.
+        """
+        contexts = self.programs.contexts(batch)
         shapes = tuple(None if a is None else a.shape for a in step_inputs(batch))
         return self.programs.stage(
             (stage.key, contexts, shapes),
@@ -436,8 +441,7 @@ class Sweep:
             lambda: (
                 self._used(number, self._weight_shapes(number), self._shapes.outer),
                 stage.extras,
-                self._entering(number, batch)[0],
-                None if stage.starts else self._entering(number + 1, batch)[0],
+                *entering(),
                 input_shapes(batch, self._place),
             ),
         )
