@@ -74,3 +74,33 @@ def test_features_of_an_extraction_have_logits(
     assert make_features(str(tmp_path / "out"), FeatureRequest(logits=0)).counted == 0
     again = spile.open(tmp_path / "out").features("resid_post.1").logits(33)
     assert again is not None
+
+
+def test_taps_beside_the_residual_stream_have_no_logits(tmp_path: Path) -> None:
+    model = tiny.write_model(tmp_path / "model")
+    sae = saes.write_sae(tmp_path / "sae", "topk")
+    transcoders = saes.write_transcoders(tmp_path / "all", range(2))
+    recipe = spile.Recipe(
+        model=str(model),
+        corpus=str(tiny.write_corpus(tmp_path / "docs.jsonl", 6)),
+        taps="attn_in:1,mlp_in:1,mlp_out:1,attn_out:1",
+        encode=f"attn_in.1={sae},mlp_in.1={transcoders}",
+        latents=8,
+        seq_len=32,
+    )
+    out = str(tmp_path / "out")
+    spile.extract(recipe, out)
+    # All have as many values as the stream. An autoencoder of what a mixer reads writes nothing.
+    made = make_features(out, FeatureRequest(tap="attn_in.1", logits=4))
+    assert made.note == "no logits: attn_in.1 is no part of the residual stream"
+    assert spile.open(out).features("attn_in.1").logits(0) is None
+    # A transcoder writes what the MLP adds.
+    assert make_features(out, FeatureRequest(tap="mlp_in.1", logits=4)).note is None
+    found = spile.open(out).features("mlp_in.1").logits(3)
+    wanted = plain(model, saes.random_tensors("jumprelu", seed=1)["W_dec"])
+    assert found is not None
+    assert found.raised.tolist() == np.argsort(-wanted[3])[:4].tolist()
+    np.save(tmp_path / "one.npy", np.ones(32))
+    request = FeatureRequest(tap="attn_out.1", directions=[str(tmp_path / "one.npy")], logits=4)
+    assert make_features(out, request).note is None
+    assert spile.open(out).features("attn_out.1:one").logits(0) is not None

@@ -1,13 +1,20 @@
 """What the page tells of features, against the rows themselves."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import spile
+from spile.dataset.records.features import FeatureSet
 from spile.features.run import FeatureRequest, make_features
+from spile.objects import LocalObjects
+from spile.serve import features as features_page
+from spile.serve.features import FeaturePages
 from support import web_page
 
 LOUD = web_page.LOUD_LATENT
@@ -77,6 +84,7 @@ def test_features_are_found_by_token_text_and_document(told: web_page.Served) ->
     assert LOUD in [each["feature"] for each in in_document]
     for how, text, why in (
         ("token", "two words", "is not one token"),
+        ("token", "9" * 25, "token ids are from 0 to 2147483647"),
         ("document", "x", "give the number"),
         ("name", "x", "are found by token, text, document"),
     ):
@@ -90,11 +98,44 @@ def test_two_encoders_are_compared_by_their_rows(told: web_page.Served) -> None:
     asked = {"set": "resid_post.1-1", "other": "resid_post.0-1"}
     whole = told.wait("feature-comparison", lambda found: found["value"], **asked)["value"]
     assert whole["shared"] == 1, "both have the same latents"
-    assert sum(each["latents"] for each in whole["bins"]) == whole["active"]
+    assert sum(each["latents"] for each in whole["bins"]) == whole["seen"] == whole["active"]
     one = told.wait("feature-comparison", lambda f: f["value"], feature=LOUD, **asked)["value"]
     assert (one["nearest"][0]["feature"], one["nearest"][0]["near"]) == (LOUD, 1)
     refused = told.ask("/api/feature-comparison?set=resid_post.1-1&other=mlp_out.1-1")
     assert refused.status == 400 and "comparisons are of latents" in refused.json["error"]
+
+
+def test_encoders_are_compared_on_the_rows_that_both_have_drawn(
+    model: Path, tmp_path: Path
+) -> None:
+    built = web_page.build_two_encoders(tmp_path / "out", model, web_page.texts(12))
+    for tap, rows in (("resid_post.0", 5), ("resid_post.1", 1000)):
+        make_features(str(built.path), FeatureRequest(tap=tap, logits=0, rows=rows))
+    with web_page.served(built.path) as found:
+        asked = {"set": "resid_post.1-1", "other": "resid_post.0-1"}
+        whole = found.wait("feature-comparison", lambda each: each["value"], **asked)["value"]
+    assert whole["sampled"] == 5
+    assert 0 < whole["seen"] < whole["active"], "latents that the sample lacks are not compared"
+    assert sum(each["latents"] for each in whole["bins"]) == whole["seen"]
+    assert len(whole["apart"]) == whole["seen"]
+
+
+def test_logits_that_were_computed_later_are_shown(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features_page, "_SETTLED", 0.0)
+    shutil.copytree(out, tmp_path / "out")
+    explorer: Any = SimpleNamespace(dataset=spile.open(tmp_path / "out"))
+    pages = FeaturePages(explorer, explorer)
+    before = pages.chosen("resid_post.1-1")
+    assert before.logits(0) is None and pages.chosen("resid_post.1-1") is before
+    ids, values = np.array([[5, 6]], np.int32), np.array([[2.0, 1.0]], np.float32)
+    columns = {"ids": ids, "value": values}
+    block = {f"{name}/{n}": a for name in ("raised", "lowered") for n, a in columns.items()}
+    features = FeatureSet(LocalObjects(tmp_path / "out"), "resid_post.1-1")
+    features.create_logits(0, features.store("columns/", block))
+    found = pages.chosen("resid_post.1-1").logits(0)
+    assert found is not None and found.raised_by.tolist() == [2, 1]
 
 
 def test_a_dataset_without_features_says_how_to_count_them(tmp_path: Path, model: Path) -> None:

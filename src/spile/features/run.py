@@ -38,7 +38,10 @@ from spile.features.source import AlongDirections, StoredLatents
 from spile.features.tally import range_bounds
 from spile.models.files.checkpoint import read_arch
 from spile.models.files.encoders.sae import Sae
+from spile.models.sites import STREAMS
+from spile.models.taps import Tap
 from spile.objects import open_objects
+from spile.plan.encoders import reconstructed_tap
 
 _DENSE_PARTS = 32  # latents that are active in a part, for each entry that is kept
 
@@ -272,7 +275,7 @@ class FeatureJob:
         return [at for at in range(-(-self.spec.latents // BLOCK)) if at not in there]
 
     def _open_decoder(self) -> "_Decoder | None":
-        """Find the model and the encoder; None, with a note, if latents add nothing to the stream.
+        """Find the model and the encoder; None, with a note, if the tap is not of the stream.
 
         Raises:
             InputError: if one of them is not where it was.
@@ -280,13 +283,13 @@ class FeatureJob:
         recipe = self.dataset.recipe_of(self.spec.stored[0])
         model = self.request.model or recipe.model_source
         arch = read_arch(model)
-        sae = None
-        width = self.dataset.width(self.spec.stored[0])
+        sae, where = None, self.tap
         if isinstance(self.source, StoredLatents):
             sae = open_decoder(recipe, self.tap, arch, self.request.encode)
-            width = sae.width
-        if width != arch.width:
-            self.note = f"no logits: {self.tap} has {width} values, the stream {arch.width}"
+            tap = reconstructed_tap(sae, Tap.from_name(self.tap), arch)
+            where = tap.name if tap else str(sae.writes)
+        if where.split(".")[0] not in STREAMS:
+            self.note = f"no logits: {where} is no part of the residual stream"
             return None
         return _Decoder(model, recipe.lora_source, sae)
 

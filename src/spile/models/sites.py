@@ -43,6 +43,7 @@ class Site:
     # `rule`, `space`. None: the whole block.
     reach: tuple[str, ...] | None = None
     spliced: bool = False  # its values can be changed before the model continues
+    streams: bool = False  # its values are the residual stream's, or are added to it
     head: bool = False  # needs the head's product with the vocabulary
     # Whether a token's values are an axis `top`, the largest of another axis: that axis, and how
     # many if `--top-logits` does not say. `group`: what stands for these sites in `--taps`.
@@ -95,13 +96,13 @@ SITES = {
     for site in (
         Site(
             "embed", "token embeddings, scaled where the model scales them; before learned "
-            "positions are added", ("width",), stage=BEFORE, reach=(), spliced=True,
+            "positions are added", ("width",), stage=BEFORE, reach=(), spliced=True, streams=True,
             lens=("hook_embed", "embed.hook_out"),
             modules=("model.embed_tokens", "transformer.wte", "gpt_neox.embed_in"),
         ),
         Site(
             "resid_pre", "residual stream entering the block", ("width",), reach=(), spliced=True,
-            lens=(_B + "hook_resid_pre", _B + "hook_in"),
+            streams=True, lens=(_B + "hook_resid_pre", _B + "hook_in"),
         ),
         Site(
             "attn_in", "input of attention, or of another mixer: after its norm",
@@ -196,7 +197,8 @@ SITES = {
         ),
         Site(
             "attn_out", "what attention, or another mixer, adds to the residual stream", ("width",),
-            mixers=_ATTN, reach=_ATTENTION, spliced=True, lens=(_B + "hook_attn_out",),
+            mixers=_ATTN, reach=_ATTENTION, spliced=True, streams=True,
+            lens=(_B + "hook_attn_out",),
             modules=(
                 ".self_attn", ".self_attn.o_proj", ".linear_attn", ".linear_attn.out_proj",
                 ".linear_attn.o_proj", ".conv", ".conv.out_proj", ".attn", ".attn.c_proj",
@@ -217,7 +219,7 @@ SITES = {
         ),
         Site(
             "ssm_out", "what a state space adds to the residual stream", ("width",), mixers=_SPACE,
-            reach=(*_READ, "wmz", "wmo"), spliced=True,
+            reach=(*_READ, "wmz", "wmo"), spliced=True, streams=True,
             lens=(
                 _B + "mixer.hook_out", _B + "mixer.hook_ssm_out", _B + "hook_mixer_out",
                 _B + "mamba.hook_out", _B + "mamba.hook_ssm_out",
@@ -227,7 +229,7 @@ SITES = {
         Site(
             "resid_mid", "residual stream between attention, or another mixer, and MLP",
             ("width",), requires=("sequential", "mlp"), mixers=(*_ATTN, STATE_SPACE),
-            reach=ALL_MIXERS, spliced=True, lens=(_B + "hook_resid_mid",),
+            reach=ALL_MIXERS, spliced=True, streams=True, lens=(_B + "hook_resid_mid",),
         ),
         Site(
             "mlp_in", "input of the MLP: after its norm", ("width",),
@@ -259,7 +261,7 @@ SITES = {
         ),
         Site(
             "mlp_out", "what the MLP adds to the residual stream", ("width",), requires=("mlp",),
-            spliced=True, lens=(_B + "hook_mlp_out",),
+            spliced=True, streams=True, lens=(_B + "hook_mlp_out",),
             modules=(".mlp", ".mlp.down_proj", ".mlp.c_proj", ".mlp.dense_4h_to_h"),
         ),
         Site(
@@ -268,11 +270,11 @@ SITES = {
         ),
         Site(
             "layer_embed_out", "what the block's own embedding adds to the residual stream",
-            ("width",), requires=("layer_embed",), spliced=True,
+            ("width",), requires=("layer_embed",), spliced=True, streams=True,
         ),
         Site(
             "resid_post", "residual stream leaving the block", ("width",), spliced=True,
-            lens=(_B + "hook_resid_post", _B + "hook_out"), modules=("",),
+            streams=True, lens=(_B + "hook_resid_post", _B + "hook_out"), modules=("",),
         ),
         Site(
             "final_norm", "after the last norm: input of the head", ("width",), stage=AFTER,
@@ -333,6 +335,7 @@ LENSES = {
 }  # fmt: skip
 AFTER_BLOCKS = tuple(site.name for site in SITES.values() if site.stage == AFTER)
 SPLICED = tuple(site.name for site in SITES.values() if site.spliced)
+STREAMS = tuple(site.name for site in SITES.values() if site.streams)
 # Sites that a backward pass computes, each from one where values can be changed.
 GRADIENT, ATTRIBUTION = "_grad", "_attr"
 _GRADIENTS = {
@@ -345,6 +348,7 @@ _GRADIENTS = {
         latent_lens=None,
         modules=(),
         spliced=False,
+        streams=False,
     )
     for name in SPLICED
 }

@@ -17,8 +17,9 @@ from spile.models.config.arch import Arch
 from spile.models.config.specs import block_specs
 from spile.models.files.checkpoint import Checkpoint
 from spile.models.files.encoders import find_layout, open_sae
-from spile.models.files.encoders.sae import Sae, SparseEncoder
+from spile.models.files.encoders.sae import MLP_OUT, Sae, SparseEncoder
 from spile.models.files.safetensors import read_tensor
+from spile.models.sites import LENS_BLOCK, SITES
 from spile.models.taps import Tap
 from spile.objects.paths import path_of
 
@@ -69,7 +70,7 @@ def find_encoders(
         # (Gemma Scope's own files do not say what they read; those of mlp_in are transcoders.)
         if sae.ungained or (tap.site == "mlp_in" and sae.file.name.endswith(".npz")):
             own = gain(tap).tobytes() if gain else b""
-            sae = replace(sae, ungained=True, gain=own)
+            sae = replace(sae, ungained=True, gain=own, writes=sae.writes or MLP_OUT)
         refuse_unfit(f"--encode {where}", sae, tap, arch)
         if tap.name in found:
             raise ConfigError(f"--encode names two encoders for {tap.name}; give one per tap")
@@ -78,14 +79,23 @@ def find_encoders(
     return {tap.name: found[tap.name] for tap in taps if tap.name in found}
 
 
+def reconstructed_tap(sae: Sae, tap: Tap, arch: Arch) -> Tap | None:
+    """Return the tap whose rows the encoder of a tap reconstructs; None if no site has them.
+
+    For an autoencoder that is the tap itself; a transcoder says which one it is.
+    """
+    if sae.writes is None:
+        return tap
+    named = {sae.writes, f"{LENS_BLOCK.format(tap.layer)}{sae.writes}"}
+    every = (Tap(site, tap.layer) for site, row in SITES.items() if row.layered)
+    return next((each for each in every if not named.isdisjoint(each.aliases(arch))), None)
+
+
 def _reconstructed_site(where: str, sae: Sae, tap: Tap, taps: Sequence[Tap], arch: Arch) -> str:
     """Return the site whose rows an encoder reconstructs: a transcoder's must be tapped, too."""
-    if sae.writes is None:
-        return tap.site
-    for other in taps:
-        named = other.layer == tap.layer and sae.writes in other.aliases(arch)
-        if named and other.width(arch, 1) == (sae.target or sae.width):
-            return other.site
+    wanted = reconstructed_tap(sae, tap, arch)
+    if wanted and wanted in taps and wanted.width(arch, 1) == (sae.target or sae.width):
+        return wanted.site
     raise ConfigError(
         f"--encode-error: {where} reconstructs {sae.writes}, which is not among --taps; add it"
     )

@@ -6,7 +6,7 @@ of found rows, are read from the rows when they are asked for.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,9 +41,9 @@ class FeaturePages:
         with self._lock:
             of, at, found = self._sets
             if of is not dataset or time.monotonic() - at > _SETTLED:
-                known = {(each.name, each.units): each for each in found if of is dataset}
+                known = {version_of(each): each for each in found if of is dataset}
                 # (Those that are open keep what they have read.)
-                now = [known.get((each.name, each.units), each) for each in dataset.feature_sets]
+                now = [known.get(version_of(each), each) for each in dataset.feature_sets]
                 self._sets = dataset, time.monotonic(), now
             return self._sets[2]
 
@@ -168,11 +168,12 @@ class FeaturePages:
 
         Args:
             latent: of the first set; its nearest ones in the other are told. None: the nearest of
-                each, those without a near one first.
+                each that is active in the sampled rows, those without a near one first.
         """
         mine, theirs = self.chosen(name), self.chosen(other)
-        ids, near = mine.nearest_in(theirs, 10 if latent is not None else 1)
-        told = {**self._about(mine), "other": self._about(theirs), "sampled": mine.sampled_rows}
+        nearest = mine.nearest_in(theirs, 10 if latent is not None else 1)
+        ids, near = nearest.ids, nearest.near
+        told = {**self._about(mine), "other": self._about(theirs), "sampled": nearest.rows}
         if latent is not None:
             if not 0 <= latent < mine.num_latents:
                 raise ConfigError(f"{mine.name} has latents 0 to {mine.num_latents - 1}")
@@ -180,12 +181,13 @@ class FeaturePages:
             pairs = zip(ids[latent][some].tolist(), near[latent][some].tolist(), strict=True)
             return {**told, "latent": latent, "nearest": [
                 {**self._row(theirs, each), "near": score} for each, score in pairs]}  # fmt: skip
-        active = np.flatnonzero(mine.counts)
+        active = np.flatnonzero(nearest.seen)
         best = near[active, 0]
         counts, edges = np.histogram(np.asarray(best), 20, (0, 1))
         order = active[np.argsort(best, kind="stable")]
         return {
             **told,
+            "seen": len(active),
             "bins": [
                 {"from": low, "latents": count}
                 for low, count in zip(edges.tolist(), counts.tolist(), strict=False)
@@ -302,6 +304,11 @@ class FeaturePages:
 
     def _pieces(self, tokens: np.ndarray) -> Sequence[str]:
         return [self._explorer.texts.pieces([int(each)])[0] for each in tokens]
+
+
+def version_of(features: Features) -> tuple[Hashable, ...]:
+    """Return what changes when more was counted of a set, or more logits were computed."""
+    return features.name, features.units, features.logit_blocks
 
 
 def _on_logarithmic_bins(shares: np.ndarray) -> list[dict[str, Any]]:

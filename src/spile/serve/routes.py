@@ -28,7 +28,7 @@ from spile.serve.documents import (
     PageTexts,
     described,
 )
-from spile.serve.features import FeaturePages
+from spile.serve.features import FeaturePages, version_of
 from spile.serve.labels import accuracies, columns_of, direction_between, mean_rows
 from spile.serve.pooled_rows import listed, nearest
 from spile.serve.projection import has_umap, pca, similarities, umap
@@ -446,7 +446,7 @@ class Answers:
         def make() -> Ready:
             return Ready(plain(pages.compared(names[0].name, names[1].name, latent)))
 
-        versions = tuple((each.name, each.units) for each in names)
+        versions = tuple(map(version_of, names))
         return self._cache.ask(("comparison", latent, *versions), versions, make)
 
     def _pooled_dataset(self) -> Dataset:

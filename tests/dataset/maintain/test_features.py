@@ -1,15 +1,17 @@
 """Features beside a dataset: audited, copied, collected and dropped with it."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import spile
 from spile.core.errors import ConfigError
 from spile.dataset import format as fmt
 from spile.dataset.maintain.assemble import copy_part
-from spile.dataset.maintain.features import drop_features
+from spile.dataset.maintain.features import copy_features, drop_features
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.remove import remove
 from spile.dataset.maintain.replica import replicate
@@ -107,6 +109,36 @@ def test_a_copy_does_not_replace_other_features(made: stored.Stored, tmp_path: P
     other.objects.create(fmt.FEATURE_SET, b"{}")
     with pytest.raises(ConfigError, match=r"has other features than .* drop them by `spile drop"):
         replicate(made.objects, LocalObjects(tmp_path / "copy"))
+
+
+def test_a_copy_of_features_that_grow_meanwhile_is_sound(
+    made: stored.Stored, tmp_path: Path
+) -> None:
+    features = FeatureSet(made.objects, NAME)
+
+    def grow(size: int) -> None:
+        if not features.blocks():
+            columns = {"raised/ids": np.zeros((1, 1), np.int32)}
+            features.create_logits(0, features.store(fmt.FEATURE_COLUMNS, columns))
+
+    shutil.copytree(made.path, tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy/features")
+    copy_features(made.ledger, LocalObjects(tmp_path / "copy"), grow)
+    assert features.blocks() == [0], "written while the others were copied"
+    report = verify(LocalObjects(tmp_path / "copy"))
+    assert report.ok and spile.open(tmp_path / "copy").features("mlp_out.1").units == 5
+
+
+def test_a_damaged_record_beside_dropped_taps_is_one_fault(tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "out")
+    latents = {tap: info for tap, info in stored.LATENTS.items() if "latent" in tap}
+    stored.add_pass(made, latents, **stored.ENCODED)
+    make_features(str(made.path), REQUEST)
+    drop_taps(made.ledger, ["mlp_out.1"])
+    (made.path / "features" / NAME / fmt.FEATURE_SET).write_text("{")
+    (fault,) = verify(made.objects).faults
+    assert fault.startswith(f"features/{NAME}/{fmt.FEATURE_SET}: ")
+    assert fault.endswith(f"`spile drop --features {NAME}` drops them")
 
 
 def test_dropped_features_are_gone_and_can_be_made_again(made: stored.Stored) -> None:

@@ -5,9 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import spile
+from spile.features.run import FeatureRequest, make_features
 from spile.interop.export import export, neuronpedia
 from support import web_page
 
@@ -60,3 +62,22 @@ def test_features_and_activations_have_the_importers_fields(
     top = [e for e in every if e["index"] == str(web_page.LOUD_LATENT) and e["binContains"] == -1]
     values = [each["values"][each["qualifyingTokenIndex"]] for each in top]
     assert values == features.top(web_page.LOUD_LATENT).values.tolist()
+
+
+def test_each_set_of_directions_of_a_tap_has_a_folder_of_its_own(
+    model: Path, tmp_path: Path
+) -> None:
+    built = web_page.build_two_encoders(tmp_path / "out", model, web_page.texts(6))
+    width = built.table.taps["mlp_out.1"].width
+    for number, name in enumerate(("one", "two")):
+        np.save(tmp_path / f"{name}.npy", np.eye(width)[number])
+        files = [str(tmp_path / f"{name}.npy")]
+        make_features(str(built.path), FeatureRequest(tap="mlp_out.1", directions=files, logits=0))
+    made = export(str(built.path), tmp_path / "dest", to="neuronpedia", taps="mlp_out.1")
+    assert made.features == 2
+    (model_folder,) = (path for path in (tmp_path / "dest").iterdir() if path.is_dir())
+    wanted = {"1-spile-mlp-out-directions": "one", "1-spile-mlp-out-directions-2": "two"}
+    assert {path.name for path in model_folder.iterdir()} == {*wanted}
+    for name, label in wanted.items():
+        (row,) = rows(model_folder / name, "features")
+        assert (row["vectorLabel"], row["sourceSetName"]) == (label, name.removeprefix("1-"))

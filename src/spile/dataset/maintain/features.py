@@ -1,6 +1,7 @@
 """Features in the care of a dataset: audited, collected, copied and dropped with it."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import xxhash
 
@@ -38,9 +39,9 @@ def audit_features(ledger: Ledger, *, quick: bool) -> tuple[list[str], list[str]
             orphans += [features.prefix + key for key in keys]
             continue
         try:
-            spec = features.spec()
-            named = {file.key for file in _needed(features, spec)}
-            faults += _faults(ledger, features, spec, quick)
+            found = _listed(features)
+            named = {file.key for file in found.files()}
+            faults += _faults(ledger, features, found, quick)
         except SpileError as error:
             faults.append(f"{error}; `spile drop --features {name}` drops them")
             continue
@@ -50,20 +51,40 @@ def audit_features(ledger: Ledger, *, quick: bool) -> tuple[list[str], list[str]
     return faults, orphans
 
 
-def _needed(features: FeatureSet, spec: FeatureSpec) -> Iterator[ColumnFile]:
-    """Yield the files that readers and later calls need: not those of parts in a summary."""
-    if spec.vectors:
-        yield spec.vectors
-    summaries = features.summaries()
-    for units in summaries:
-        made = features.summary(units)
-        yield from made.named() if made else ()
-    for part in _waiting(features, summaries):
-        yield from part.named()
-    for block in features.blocks():
-        file = features.logits(block)
-        if file:
-            yield file
+@dataclass(frozen=True)
+class _Listed:
+    """The records that readers and later calls need, from one listing of each kind.
+
+    Attributes:
+        waiting: the parts that no summary covers.
+    """
+
+    spec: FeatureSpec
+    summaries: dict[int, FeatureFiles]
+    waiting: tuple[FeatureFiles, ...]
+    logits: dict[int, ColumnFile]
+
+    def files(self) -> Iterator[ColumnFile]:
+        """Yield the files that they name."""
+        if self.spec.vectors:
+            yield self.spec.vectors
+        for made in (*self.summaries.values(), *self.waiting):
+            yield from made.named()
+        yield from self.logits.values()
+
+    def records(self) -> Iterator[str]:
+        """Yield the keys of the records."""
+        yield fmt.FEATURE_SET
+        yield from (fmt.numbered(fmt.SUMMARIES, units) for units in self.summaries)
+        yield from (fmt.numbered(fmt.DONE, part.first) for part in self.waiting)
+        yield from (fmt.numbered(fmt.LOGITS, block) for block in self.logits)
+
+
+def _listed(features: FeatureSet) -> _Listed:
+    summaries = {n: made for n in features.summaries() if (made := features.summary(n))}
+    waiting = _waiting(features, [*summaries])
+    logits = {n: file for n in features.blocks() if (file := features.logits(n))}
+    return _Listed(features.spec(), summaries, (*waiting,), logits)
 
 
 def _waiting(features: FeatureSet, summaries: Sequence[int]) -> Iterator[FeatureFiles]:
@@ -75,8 +96,8 @@ def _waiting(features: FeatureSet, summaries: Sequence[int]) -> Iterator[Feature
             yield part
 
 
-def _faults(ledger: Ledger, features: FeatureSet, spec: FeatureSpec, quick: bool) -> Iterator[str]:
-    for file in _needed(features, spec):
+def _faults(ledger: Ledger, features: FeatureSet, found: _Listed, quick: bool) -> Iterator[str]:
+    for file in found.files():
         try:
             if not quick:
                 read_columns(features.objects, file)
@@ -86,14 +107,13 @@ def _faults(ledger: Ledger, features: FeatureSet, spec: FeatureSpec, quick: bool
             yield f"{features.prefix}{file.key}: is missing"
         except CorruptError as error:
             yield f"{features.prefix}{error}"
-    if not quick and features.summaries():
+    if not quick and found.summaries:
         dataset = open_dataset(ledger.url, partial=True)
-        for units in features.summaries():
-            made = features.summary(units)
-            if made is None or units > dataset.num_units:
+        for units, made in found.summaries.items():
+            if units > dataset.num_units:
                 continue
-            records = (dataset.record(unit) for unit in range(units))
-            if digest_of_units(records, spec.stored) != made.made_from:
+            rows = (dataset.record(unit) for unit in range(units))
+            if digest_of_units(rows, found.spec.stored) != made.made_from:
                 key = features.prefix + fmt.numbered(fmt.SUMMARIES, units)
                 yield (
                     f"{key}: was counted from other rows, which a repair has made again; `spile "
@@ -152,20 +172,14 @@ def copy_features(source: Ledger, dest: Objects, copied: Callable[[int], None]) 
     for features in dead_sets(source):
         if exists(dest, features.prefix + fmt.FEATURE_SET) and features.is_dropped:
             put(features.prefix + fmt.DROPPED, features.objects.get(fmt.DROPPED))
-    for features, spec in live_sets(source):
+    for features, _ in live_sets(source):
         if exists(dest, features.prefix + fmt.DROPPED):
             continue  # what the destination has dropped stays dropped
-        summaries = features.summaries()
-        for file in _needed(features, spec):
+        # (Listed once: another process may be counting, and a record must not go without files.)
+        found = _listed(features)
+        for file in found.files():
             put_file(features, file)
-        parts = (fmt.numbered(fmt.DONE, part.first) for part in _waiting(features, summaries))
-        keys = [
-            fmt.FEATURE_SET,
-            *(fmt.numbered(fmt.SUMMARIES, units) for units in summaries),
-            *parts,
-            *(fmt.numbered(fmt.LOGITS, block) for block in features.blocks()),
-        ]
-        for key in keys:
+        for key in found.records():
             put(features.prefix + key, features.objects.get(key))
 
 

@@ -87,6 +87,22 @@ class Band:
 
 
 @dataclass(frozen=True)
+class NearestLatents:
+    """For each latent, the nearest ones of another encoder, over a sample of rows.
+
+    Attributes:
+        ids, near: [latents, count]: −1, and 0, where there is none.
+        rows: how many rows the sample has.
+        seen: whether a latent is active in one of them.
+    """
+
+    ids: np.ndarray
+    near: np.ndarray
+    rows: int
+    seen: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
 class TokenWindows:
     """The rows around examples, [examples, before + 1 + after].
 
@@ -184,7 +200,14 @@ class Features:
         that have one of them; the largest share first.
 
         Among equal shares, the latent with more such rows comes first.
+
+        Raises:
+            ConfigError: if a number cannot be a token id.
         """
+        most = int(np.iinfo(np.int32).max)
+        for token in tokens:
+            if not 0 <= token <= most:
+                raise ConfigError(f"token ids are from 0 to {most}, not {token}")
         wanted = np.array([*tokens], np.int64)
         shares = np.zeros(self.num_latents)
         counts = np.zeros(self.num_latents, np.int64)
@@ -264,27 +287,31 @@ class Features:
         ids, scores = near["ids"][latent], near["score"][latent]
         return ids[ids >= 0], scores[ids >= 0]
 
+    @cached_property
+    def logit_blocks(self) -> tuple[int, ...]:
+        """The blocks of latents whose logits were there when this was first asked for."""
+        return (*self._set.blocks(),)
+
     @property
     def sampled_rows(self) -> int:
         """How many rows were drawn to find neighbours."""
         return min(self._spec.options.rows, self.rows)
 
-    def nearest_in(self, other: "Features", count: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    def nearest_in(self, other: "Features", count: int = 1) -> "NearestLatents":
         """Return, for each latent, the nearest ones of another encoder of the same rows.
 
         Nearness is as in `neighbours`. Two sets with the same `--neighbour-rows` have the same
         drawn rows; otherwise, those that both have are compared.
-
-        Returns:
-            Ids, −1 where there is none, and nearness: [latents, count] each.
         """
         mine, theirs = self._drawn_rows, other._drawn_rows
         places, here, there = np.intersect1d(mine[0], theirs[0], return_indices=True)
         if not len(places):
             raise ConfigError(f"{self.name} and {other.name} have no drawn row in common")
-        return nearest_latents(
-            mine[1][here], self.num_latents, theirs[1][there], other.num_latents, count
-        )
+        rows = mine[1][here]
+        found = nearest_latents(rows, self.num_latents, theirs[1][there], other.num_latents, count)
+        seen = np.zeros(self.num_latents, bool)
+        seen[rows[rows >= 0]] = True
+        return NearestLatents(*found, len(places), seen)
 
     @cached_property
     def _drawn_rows(self) -> tuple[np.ndarray, np.ndarray]:
@@ -404,7 +431,7 @@ class Features:
     def _logits(self) -> list[tuple[int, dict[str, np.ndarray]]]:
         found: list[tuple[int, dict[str, np.ndarray]]] = []
         first = 0
-        for number, block in enumerate(self._set.blocks()):
+        for number, block in enumerate(self.logit_blocks):
             file = self._set.logits(block) if number == block else None
             if file is None:
                 break  # (logits are written block by block: later ones do not exist yet)

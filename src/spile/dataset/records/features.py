@@ -318,7 +318,10 @@ def live_sets(ledger: Ledger) -> list[tuple[FeatureSet, FeatureSpec]]:
 
 
 def dead_sets(ledger: Ledger) -> list[FeatureSet]:
-    """Return the sets that were dropped, or whose taps were."""
+    """Return the sets that were dropped, or whose taps were.
+
+    A damaged record does not say which taps it is of: its set is not among them.
+    """
     passes = [Pass(ledger, name) for name in pass_names(ledger.objects)]
     dropped = {each.prefix for each in passes if each.is_dropped}
     found: list[FeatureSet] = []
@@ -326,7 +329,8 @@ def dead_sets(ledger: Ledger) -> list[FeatureSet]:
         each = FeatureSet(ledger.objects, name)
         is_dead = each.is_dropped
         if not is_dead and dropped and exists(each.objects, fmt.FEATURE_SET):
-            is_dead = each.spec().of in dropped
+            with contextlib.suppress(CorruptError):
+                is_dead = each.spec().of in dropped
         found += [each] if is_dead else []
     return found
 

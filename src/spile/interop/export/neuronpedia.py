@@ -17,6 +17,7 @@ from typing import Any
 import xxhash
 
 from spile.dataset.read.features import Features
+from spile.dataset.records.chosen_taps import site_and_layer
 from spile.interop.export.export_format import ExportFormat, write_json
 from spile.interop.export.export_source import ExportSource
 from spile.interop.export.feature_source import (
@@ -75,8 +76,11 @@ def _model(source: ExportSource) -> str:
 
 
 def _set_name(features: Features) -> str:
-    site = features.tap.split(".")[0].replace("_", "-")
-    return f"spile-{site}-{'directions' if features.is_signed else len(features)}"
+    """Return a name that no other set of the dataset has in the same layer."""
+    site = site_and_layer(features.tap)[0].replace("_", "-").replace(".", "-")
+    what = "directions" if features.is_signed else str(len(features))
+    number = features.name.removeprefix(f"{features.tap}-")  # among the sets of the tap
+    return f"spile-{site}-{what}" + ("" if number == "1" else f"-{number}")
 
 
 def _source_id(features: Features) -> str:

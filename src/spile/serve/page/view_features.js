@@ -94,7 +94,7 @@ export function view(page) {
     chart.replaceChildren(h('figcaption', {}, 'Nearest in the other', h('small', {}, `Features of ${told.set}, by the cosine of activity with the nearest of ${told.other.set}`)),
       bars(told.bins.map((each, at) => ({ name: at % 4 ? '' : short(each.from), value: each.latents, title: `${count(each.latents)} features: ${short(each.from)} to ${short(each.from + 0.05)}` })),
         { label: `How near features of ${told.set} are to those of ${told.other.set}`, height: 150 }));
-    about.replaceChildren(`${percent(told.shared)} of the active features have one of ${told.other.set} at a cosine of 0.5 or more, on ${count(told.sampled)} drawn rows. Those without a near one come first.`);
+    about.replaceChildren(`${percent(told.shared)} of the ${count(told.seen)} features that are active in a sample of ${count(told.sampled)} rows have one of ${told.other.set} at a cosine of 0.5 or more there. Those without a near one come first.`);
     table(told.apart, [['Cosine', (each) => short(each.near)], ['Nearest', (each) => (each.nearest === null ? '–' : count(each.nearest))], ['Density', (each) => percent(each.density)]]);
   }
 

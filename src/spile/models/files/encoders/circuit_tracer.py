@@ -5,7 +5,7 @@
 from typing import Any
 
 from spile.core.errors import InputError
-from spile.models.files.encoders.sae import Sae, is_size, stored_tensors
+from spile.models.files.encoders.sae import MLP_OUT, Sae, is_size, stored_tensors
 from spile.models.files.encoders.settings import read_yaml
 from spile.models.files.encoders.tensors import tensor_shapes
 from spile.objects.paths import AnyPath
@@ -56,8 +56,8 @@ def _hooks(folder: AnyPath, layer: int) -> tuple[str | None, str | None]:
     """Return the hooks that it reads and writes, if `config.yaml` is there to name them."""
     path = folder / CONFIG
     config: dict[str, Any] = read_yaml(path) if path.is_file() else {}
-    told = (config.get("feature_input_hook"), config.get("feature_output_hook"))
+    told = (config.get("feature_input_hook"), config.get("feature_output_hook", MLP_OUT))
     if told[1] == "mlp.hook_out":  # the same values, where no norm follows the MLP
-        told = told[0], "hook_mlp_out"
+        told = told[0], MLP_OUT
     reads, writes = (f"blocks.{layer}.{hook}" if isinstance(hook, str) else None for hook in told)
     return reads, writes

@@ -20,6 +20,7 @@ ARCHITECTURES = tuple(_TENSORS)
 NORMALIZATIONS = ("none", "layer_norm", "constant_norm_rescale")
 AT_ONCE = 1 << 26  # latents held on a device, in float32: 256 MiB
 MOST_LATENTS = 1 << 24
+MLP_OUT = "hook_mlp_out"  # what transcoders write, where nothing says otherwise
 _KEPT = 64  # latents per row, if the encoder has no k of its own
 
 Arrays = Mapping[str, Any]  # numpy or jax arrays, by name
@@ -68,7 +69,7 @@ class Sae:
     subtracts: bool = True  # whether it subtracts the decoder's bias from its input
     rescales: bool = False  # whether it scales latents by the norms of their decoder rows
     hook: str | None = field(default=None, compare=False)  # that it reads, by TransformerLens' name
-    # Of a transcoder: the hook whose values it reconstructs.
+    # Of a transcoder: the hook whose values it reconstructs; perhaps without `blocks.N.`.
     writes: str | None = field(default=None, compare=False)
     target: int | None = None  # of a transcoder: values in such a row
     skips: bool = False  # whether a matrix of its input is added to its output

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from spile.models.files.encoders.sae import Sae, is_size, stored_tensors
+from spile.models.files.encoders.sae import MLP_OUT, Sae, is_size, stored_tensors
 from spile.models.files.encoders.settings import SaeSettings
 from spile.objects.paths import AnyPath, read_json
 
@@ -44,12 +44,10 @@ def _hooks(module: str, *, transcodes: bool) -> tuple[str | None, str | None]:
     """Return the hooks that it reads and writes, from the name of the module, its folder's name."""
     found = re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(\.mlp)?$", module)
     if found is None:
-        return None, None
+        return None, MLP_OUT if transcodes else None
     block = f"blocks.{found[1]}."
     if not found[2]:
         return f"{block}hook_resid_post", None
     return (
-        (f"{block}mlp.hook_in", f"{block}hook_mlp_out")
-        if transcodes
-        else (f"{block}hook_mlp_out", None)
+        (f"{block}mlp.hook_in", f"{block}{MLP_OUT}") if transcodes else (f"{block}{MLP_OUT}", None)
     )
