@@ -60,6 +60,8 @@ OTHER: dict[str, Any] = {
     "top_logits": 9,
     "objective": "logprob",
     "objective_source": "logprob",
+    "baseline": "mean b4",
+    "baseline_source": "means/b",
     "lens": "b3",
     "lens_source": "lenses/b",
     "splice_source": "zero:z.1",

@@ -108,6 +108,9 @@ class Scratch:
         (folder / "C/docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         answers = [{"prompt": text, "answer": f"yes, {text}"} for text in texts]
         (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
+        for name, number in (("clean", 3), ("corrupted", 5)):
+            pairs = [{"text": f"{text[:20]} has {number} of them"} for text in texts]
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in pairs))
         generated = [
             {"ids": [n, n + 1, n + 2], "mask": [0, 1, 1], "logs": [-2.0, -1.0]} for n in range(8)
         ]

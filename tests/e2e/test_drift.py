@@ -114,9 +114,9 @@ def test_every_field_of_the_recipe_is_tried() -> None:
     encoders = {"encode", "latents", "encode_error"}  # test_encode.py
     # (plan/test_resolve.py, plan/test_passes.py and plan/test_growth.py try those that grow.)
     grown = {"add_taps", "more", "add_corpus"}
-    # (test_splice.py, test_reduce.py, test_top_logits.py, test_gradients.py and test_lens_top.py
-    # try these.)
-    others = {"splice", "reduce", "by", "top_logits", "attn_top", "objective", "lens"}
+    # (test_splice.py, test_reduce.py, test_top_logits.py, test_gradients.py, test_baselines.py and
+    # test_lens_top.py try these.)
+    others = {"splice", "reduce", "by", "top_logits", "attn_top", "objective", "lens", "baseline"}
     elsewhere = {*chats, *ids, *encoders, *grown, *others, "part", "like"}
     assert {*OTHER, *elsewhere, "model", "lora", "corpus"} == set(Recipe.names())
 

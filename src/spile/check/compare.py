@@ -315,7 +315,7 @@ class _Comparison:
 
     def __init__(self, dataset: Dataset, job: ExtractionJob, computed: "References") -> None:
         self._dataset, self._recipe = dataset, job.recipe
-        self._arch = job.checkpoint.arch
+        self._arch, self._baseline = job.checkpoint.arch, job.baseline
         self._experts = self._arch.experts
         # In float32 a single wrong row must show; below it, a single row says nothing.
         self._by_row = job.recipe.compute_dtype == "float32"
@@ -362,7 +362,9 @@ class _Comparison:
                 f"document {document.index['doc'][0]}: its tokens differ from the corpus's"
             )
         self._samples = [*self._samples, (document, tokens)][:_MATCHED]
-        for sampled in sampled_rows(document, tokens, packed, recipe.pool, recipe.seq_len):
+        for sampled in sampled_rows(
+            document, tokens, packed, recipe.pool, recipe.seq_len, self._baseline
+        ):
             self.add_rows(document, sampled)
             for context in sampled.contexts:
                 self._reconstructions.add(context)

@@ -143,6 +143,7 @@ class Reference:
         noise: int | None = None,
         tops: Mapping[str, int] | None = None,
         replaced: Mapping[str, np.ndarray] | None = None,
+        baseline: Mapping[str, np.ndarray] | None = None,
     ) -> dict[str, np.ndarray]:
         """Compute the taps of one context, whose first token is at position 0.
 
@@ -155,6 +156,7 @@ class Reference:
             tops: How many values to keep at sites that keep the largest, by the option that says
                 so.
             replaced: Values with which the model continues, in place of its own, by tap.
+            baseline: What attributions are differences from, by tap: [tokens, ...], or a row.
 
         Returns:
             By tap, one row per token: float32 (float64 if the model is), or int64 for ids.
@@ -185,7 +187,7 @@ class Reference:
         _forget_longer_contexts(self._rotary)
         if made := {name for name in sites or () if _is_gradient(name)}:
             sites = {*(sites or ())} - made
-            found |= self._backward(token_ids, ids, made, noise)
+            found |= self._backward(token_ids, ids, made, noise, baseline or {})
             if not sites:
                 return found
         with ExitStack() as hooks, torch.no_grad(), self._arithmetic():
@@ -248,7 +250,12 @@ class Reference:
         return [(self._whole[name], instead(new)) for name, new in replaced.items()]
 
     def _backward(
-        self, token_ids: np.ndarray, ids: Tensor, names: Collection[str], noise: int | None
+        self,
+        token_ids: np.ndarray,
+        ids: Tensor,
+        names: Collection[str],
+        noise: int | None,
+        baseline: Mapping[str, np.ndarray],
     ) -> dict[str, np.ndarray]:
         """Compute gradients, and attributions: gradients times values, summed."""
         summed = {name for name in names if BACKWARD[name.partition(".")[0]].summed}
@@ -257,7 +264,8 @@ class Reference:
         found = self._gradients(ids, wanted, noise)
         values = self.taps(token_ids, {*sources.values()}, noise=noise) if summed else {}
         for name, source in sources.items():
-            found[name] = (values[source] * found[_gradient_of(source)]).sum(axis=-1)
+            compared = values[source] - baseline.get(source, 0.0)
+            found[name] = (compared * found[_gradient_of(source)]).sum(axis=-1)
         return {name: found[name] for name in names}
 
     def _gradients(

@@ -6,7 +6,7 @@ Sums by label are over whole units, so it recomputes some small units whole.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from spile.core.pool import COVARIANCE, JACOBIAN, MOMENTS, beside, reduces
 from spile.corpus.pack import PackedUnit
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.document import Document
+from spile.plan.baselines import Baseline
 from spile.plan.job import ExtractionJob, prepare_unit
 
 _CONTEXTS_PER_DOCUMENT = 2
@@ -36,6 +37,9 @@ class SampledRows:
         members: if values were pooled, the tokens of each row instead.
         by: how: `core.pool.reduces`; None if values were not pooled.
         beside: the tap whose values follow those of each other tap, as `--reduce cov:TAP` has it.
+        docs: the document of each context.
+        starts: the first token of each context in its document.
+        baseline: what attributions are differences from.
     """
 
     contexts: Sequence[np.ndarray]
@@ -44,13 +48,16 @@ class SampledRows:
     members: Sequence[np.ndarray] = ()
     by: str | None = None
     beside: str | None = None
+    docs: Sequence[int] = ()
+    starts: Sequence[int] = ()
+    baseline: Baseline | None = None
 
     @classmethod
     def of_context(cls, offsets: np.ndarray, tokens: np.ndarray, start: int, seq_len: int) -> Self:
         """Return the rows of one context; `offsets` are those of all rows of its document."""
         context = tokens[start : start + seq_len]
         rows = np.flatnonzero((offsets >= start) & (offsets < start + len(context)))
-        return cls([context], rows, offsets[rows] - start)
+        return cls([context], rows, offsets[rows] - start, starts=[start])
 
     @classmethod
     def of_spans(
@@ -79,7 +86,10 @@ class SampledRows:
         members = [
             before[np.searchsorted(read, each // seq_len)] + each % seq_len for each in offsets
         ]
-        return cls(contexts, np.arange(len(chosen)), np.arange(len(chosen)), members, by)
+        places = np.arange(len(chosen))
+        starts = (read * seq_len).tolist()
+        docs = [document.doc] * len(contexts)
+        return cls(contexts, places, places, members, by, docs=docs, starts=starts)
 
     @classmethod
     def of_labels(
@@ -109,7 +119,9 @@ class SampledRows:
         before = np.cumsum([0, *map(len, contexts)])
         places = before[which.reshape(-1)] + offsets % seq
         members = [np.sort(places[spans.rows == row]) for row in range(len(rows.index))]
-        return cls(contexts, np.arange(len(members)), np.arange(len(members)), members, by)
+        every = np.arange(len(members))
+        docs, starts = read[:, 0].tolist(), (read[:, 1] * seq).tolist()
+        return cls(contexts, every, every, members, by, docs=docs, starts=starts)
 
     @property
     def count(self) -> int:
@@ -127,7 +139,10 @@ class SampledRows:
     def taps(self, taps: Taps, names: Collection[str], **noise: int) -> dict[str, np.ndarray]:
         """Compute taps of all contexts, one after another, by token."""
         both = {*names, self.beside} if self.beside else names
-        each = [taps(context, both, **noise) for context in self.contexts]
+        each = [
+            taps(context, both, **noise, **self._compared_with(number))
+            for number, context in enumerate(self.contexts)
+        ]
         found = each[0]
         if len(each) > 1:
             found = {name: _joined([some[name] for some in each]) for name in found}
@@ -141,6 +156,14 @@ class SampledRows:
             else np.concatenate([values.reshape(len(other), -1), other], axis=1)
             for name, values in found.items()
         }
+
+    def _compared_with(self, number: int) -> dict[str, Any]:
+        """Return the option that names the baseline of a context, if there is one."""
+        if self.baseline is None:
+            return {}
+        start, tokens = self.starts[number], len(self.contexts[number])
+        found = self.baseline.of_context(self.docs[number], start, start + tokens)
+        return {"baseline": found}
 
     def pooled(self, values: np.ndarray) -> np.ndarray:
         """Return the rows that tokens' values make, in float64 if they are pooled."""
@@ -232,7 +255,7 @@ def sampled_units(
             rows = Document(dataset.index(first, last), dataset, np.arange(first, last))
             tokens, packed = prepared.tokens, prepared.packed
             sampled = SampledRows.of_labels(rows, tokens, packed, by, job.recipe.seq_len)
-            sampled = replace(sampled, beside=beside(job.recipe.pool))
+            sampled = replace(sampled, beside=beside(job.recipe.pool), baseline=job.baseline)
             yield rows, sampled, packed.num_docs
 
 
@@ -262,21 +285,25 @@ def sampled_rows(
     packed: PackedUnit | None,
     pool: str | None,
     seq_len: int,
+    baseline: Baseline | None = None,
 ) -> list[SampledRows]:
     """Return the rows of a document to compare, context by context, or all of its spans.
 
     Args:
         packed: the document's unit; None if its rows were ingested.
+        baseline: what attributions are differences from.
     """
     if packed is None:
         offsets = document.index["offset"]
         return [SampledRows.of_context(offsets, tokens, 0, min(seq_len, _BEGINNING))]
     by = reduces(pool)
     if by:
-        return [SampledRows.of_spans(document, tokens, packed, by, seq_len)]
+        found = SampledRows.of_spans(document, tokens, packed, by, seq_len)
+        return [replace(found, baseline=baseline)]
     offsets = document.index["offset"]
     starts = np.unique(offsets // seq_len)[:_CONTEXTS_PER_DOCUMENT] * seq_len
-    return [SampledRows.of_context(offsets, tokens, start, seq_len) for start in starts.tolist()]
+    each = [SampledRows.of_context(offsets, tokens, start, seq_len) for start in starts.tolist()]
+    return [replace(some, docs=[document.doc], baseline=baseline) for some in each]
 
 
 def _joined(values: Sequence[np.ndarray]) -> np.ndarray:

@@ -25,7 +25,7 @@ taps:   site:layers, comma separated (`spile taps --model M` lists those of a mo
 sites:  {_wrapped("  ".join(by_layer))}
         and, without layers: {_wrapped("  ".join(others))}
         SITE_grad: the gradient of --objective with respect to a site that can be spliced;
-        SITE_attr: that times the site's values, summed for each token (or head)
+        SITE_attr: that times the site's values (less --baseline), summed for each token (or head)
 {_groups()}
 layers: 20   20-27   0-27/4   all   -1   3+7+11      (counted from 0)
 heads:  z:5.h0   attn_pattern:0-3.h2+h5

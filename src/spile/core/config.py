@@ -140,6 +140,11 @@ class Recipe(Options):
         "another after a document's last token; direction:TAP=FILE.npy, the sum of dot products "
         "with a vector; or your own, FILE.py:FUNCTION [logprob]"
     )
+    baseline: str | None = option(
+        "what SITE_attr taps compare values with: zero; a dataset, row by row, whose documents are "
+        "as long as these (such as corrupted prompts); or a dataset of --reduce, by its means: "
+        "DATASET:LABEL if it has several [zero]"
+    )
     lens: str | None = option(
         "directory of a lens (spile lens fit, tuned-lens or jacobian-lens), whose most likely next "
         "tokens --taps lens_top:LAYERS stores; --top-logits says how many"

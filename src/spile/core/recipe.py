@@ -22,19 +22,19 @@ RULES = 2
 # there are.
 OF_EACH_ROW = (
     "model", "taps", "encode", "latents", "encode_error", "attn_top", "top_logits", "lens",
-    "objective", "splice", "compute_dtype", "store_dtype",
+    "objective", "baseline", "splice", "compute_dtype", "store_dtype",
 )  # fmt: skip
 # The subset that a pass (taps added to an existing dataset) may set for itself.
 OF_A_PASS = (
     "taps", "encode", "latents", "encode_error", "attn_top", "top_logits", "lens", "objective",
-    "compute_dtype", "store_dtype",
+    "baseline", "compute_dtype", "store_dtype",
 )  # fmt: skip
 TOPS = (*LARGEST,)  # how many values taps keep that keep the largest
 # Fields that are left out of a stored recipe if nothing is given: so fingerprints stay as they were
 # before there were any.
 _OPTIONAL = (
     "pool", "rows_by", "roles_column", "logprobs_column", "lens", "lens_source", "objective",
-    "objective_source", *TOPS,
+    "objective_source", "baseline", "baseline_source", *TOPS,
 )  # fmt: skip
 _LATER: dict[str, Any] = {
     "splice": (), "splice_source": None, "encode_error": False, **dict.fromkeys(_OPTIONAL)
@@ -57,6 +57,7 @@ class ResolvedRecipe:
     splice_source: str | None = None
     lens_source: str | None = None
     objective_source: str | None = None
+    baseline_source: str | None = None
     model: Mapping[str, str]
     corpus: tuple[str, ...]
     taps: tuple[str, ...]
@@ -67,6 +68,7 @@ class ResolvedRecipe:
     attn_top: int | None = None  # keys to keep per row and head, if they are tapped
     top_logits: int | None = None  # the same of logits
     objective: str | None = None  # identity of what gradients are of, if they are tapped
+    baseline: str | None = None  # identity of what attributions are differences from
     lens: str | None = None  # its digest
     splice: tuple[str, ...] = ()  # identities of splices, in the order in which they apply
     where: str | None

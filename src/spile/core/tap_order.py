@@ -50,6 +50,12 @@ def sorted_taps(names: Iterable[str]) -> list[str]:
     return sorted(names, key=_place)
 
 
+def of_backward_pass(tap: str) -> str | None:
+    """Return the ending of a tap that a backward pass makes: `_grad` or `_attr`; else None."""
+    match = _NAME.fullmatch(tap)
+    return match[2] if match else None
+
+
 def _place(name: str) -> tuple[int, int, int, int, tuple[int, ...], int, str]:
     match = _NAME.fullmatch(name)
     if match is None:

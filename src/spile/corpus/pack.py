@@ -24,6 +24,9 @@ from spile.core.pool import COVARIANCE, Pool
 from spile.corpus.pooled_spans import PooledSpans
 from spile.corpus.tokenize import TextTokenizer
 
+# Of the entries of an index, and which of them are kept: values of each [tokens, values].
+OtherValues = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
 
 @dataclass(frozen=True)
 class PackedRows:
@@ -50,6 +53,8 @@ class PackedRows:
     # compares logits, [rows, seq_len, 2]: those of which two tokens.
     aimed: np.ndarray | None = field(default=None, kw_only=True)
     answers: np.ndarray | None = field(default=None, kw_only=True)
+    # If attributions are differences from other rows, [rows, seq_len, values]: those, in float32.
+    beside: np.ndarray | None = field(default=None, kw_only=True)
 
     @property
     def leaving(self) -> tuple[np.ndarray, int]:
@@ -187,6 +192,7 @@ def pack_unit(
     spans: Sequence[np.ndarray] = (),
     logprobs: Sequence[np.ndarray | None] | None = None,
     aims: "Aims | None" = None,
+    beside: OtherValues | None = None,
 ) -> PackedUnit:
     """Cut documents into contexts, place the contexts in rows, and index every kept token.
 
@@ -197,6 +203,7 @@ def pack_unit(
         spans: the number of each token's span in its document, negative for tokens of none; empty
             if the document is the span.
         aims: the tokens that count to an objective; None: all of them, or there is none.
+        beside: returns other values of each token; None: there are none.
         logprobs: an engine's log-probability of each document's tokens, NaN where it gave none;
             None if they are not compared.
     """
@@ -278,6 +285,11 @@ def pack_unit(
     if aims is not None:
         unit = _aimed(unit, aims, ordinals)
     mask = np.ones(len(index), np.bool_) if rows is None else rows.mask(index)
+    if beside is not None:
+        found = beside(index, mask)
+        laid = np.zeros((*shape, found.shape[1]), np.float32)
+        laid[segments > 0] = found
+        unit = replace(unit, beside=laid)
     return _filtered(unit, mask) if pool is None else _pooled(unit, mask, span_of, pool)
 
 

@@ -220,6 +220,7 @@ def step_of(job: ExtractionJob, rows: int, platform: str, cuts: Cuts) -> Workloa
         labels=labels_for(_labels(job)) if reduces(recipe.pool) == COVARIANCE else 0,
         other=job.beside,
         objective=job.objective,
+        compared=job.baseline.width if job.baseline else 0,
     )
 
 
@@ -364,7 +365,8 @@ def _pipeline_bytes(job: ExtractionJob, runtime: Runtime, rows: int, devices: in
         arriving = 4 * in_flight * labels_for(_labels(job)) * devices
         covariances = sum((arriving + 16 * (_labels(job) + 1)) * each**2 for each in channels)
     # Three units at once: one is packed, one computes, one is committed.
-    units = 3 * 64 * int(job.table.units.tokens.max())
+    compared = 4 * job.baseline.width if job.baseline else 0
+    units = 3 * (64 + compared) * int(job.table.units.tokens.max())
     return int(in_flight * rows * job.recipe.seq_len * per_row) + units + covariances
 
 

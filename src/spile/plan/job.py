@@ -22,7 +22,7 @@ from spile.core.units import Unit
 from spile.corpus.chats.rows import RowReader
 from spile.corpus.documents import Documents
 from spile.corpus.formats.contract import CorpusFile, ReadOptions
-from spile.corpus.pack import PackedUnit, pack_unit
+from spile.corpus.pack import OtherValues, PackedUnit, pack_unit
 from spile.corpus.reader import CorpusReader
 from spile.corpus.select import selection_of
 from spile.corpus.tokenize import TextTokenizer, tokenize
@@ -37,6 +37,7 @@ from spile.models.sites import AFTER_BLOCKS, LENSES
 from spile.models.splices import Splice
 from spile.models.taps import Tap
 from spile.plan.answers import aims_of
+from spile.plan.baselines import Baseline
 from spile.plan.pooling import spans_of
 
 _MOST_LABELS = 4096  # in a unit: each is held until its last token, and stored
@@ -60,6 +61,7 @@ class ExtractionJob:
     splices: tuple[Splice, ...] = ()  # changes inside the model, in order
     compares: bool = False  # whether an engine's log-probabilities are compared with the model's
     objective: Objective | None = None  # what gradients are of, if they are tapped
+    baseline: Baseline | None = None  # what attributions are differences from, if not zero
     lens: Lens | None = None  # whose predictions are tapped
 
     @property
@@ -162,6 +164,9 @@ def prepare_unit(
     """
     with timed("reading"):
         documents = reader.read(unit.spans, unit.first_doc, unit.skip)
+    baseline = job.baseline if job.baseline and job.baseline.width else None
+    if baseline:
+        baseline.refuse_large(unit.tokens, unit.id)
     with timed("preparing"):
         prepared = prepare_documents(
             job.recipe,
@@ -170,6 +175,7 @@ def prepare_unit(
             packed_apart=unit.packed,
             with_table=with_table,
             compares=job.compares,
+            beside=baseline.beside if baseline else None,
             timed=timed,
         )
     rows, each = prepared.packed.num_rows, job.table.row_bytes
@@ -190,6 +196,7 @@ def prepare_documents(
     packed_apart: Sequence[int] = (),
     with_table: bool = True,
     compares: bool = False,
+    beside: OtherValues | None = None,
     timed: Timed = lambda stage: nullcontext(),
 ) -> PreparedUnit:
     """Tokenize documents, leave out those of the wrong length, and pack the others.
@@ -197,6 +204,7 @@ def prepare_documents(
     Args:
         packed_apart: `Unit.packed`.
         compares: whether log-probabilities are compared (`ExtractionJob.compares`).
+        beside: the values with which a step compares those of each token.
     """
     digest, ordinals = documents.digest(), documents.ordinals
     with timed("tokenizing"):
@@ -221,6 +229,7 @@ def prepare_documents(
             spans=[spans[number] for number in chosen] if spans else (),
             logprobs=[documents.usable[number].logprobs for number in chosen] if compares else None,
             aims=aims_of(recipe.objective, tokenizer, documents, chosen),
+            beside=beside,
         )
     left_out = {
         ordinal: reason for ordinal, reason in zip(ordinals, reasons, strict=True) if reason

@@ -15,6 +15,7 @@ from spile.dataset.records.table import Table
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.objectives import LOGPROB
 from spile.models.taps import parse_taps, tops_of
+from spile.plan.baselines import baseline_source, find_baseline
 from spile.plan.encoders import each_source, find_encoders, gain_before, stored_taps
 from spile.plan.lenses import find_lens
 from spile.plan.objectives import find_objective, objective_source
@@ -42,7 +43,10 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
             "--add-taps adds taps, --more and --add-corpus add documents; use one, then the other"
         )
     # Options that are not given come from the dataset, except those that belong to taps.
-    of_taps = ("encode_source", "latents", "lens", "lens_source", "objective", "objective_source")
+    of_taps = (
+        "encode_source", "latents", "lens", "lens_source", "objective", "objective_source",
+        "baseline", "baseline_source",
+    )  # fmt: skip
     none = dict.fromkeys((*of_taps, *TOPS))
     stored = dataclasses.replace(table.recipe, encode={}, **none)
     added = dataclasses.replace(recipe, taps=recipe.add_taps, add_taps=None)
@@ -66,6 +70,7 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
     compute_dtype = asked.compute_dtype or table.recipe.compute_dtype
     objective = find_objective(asked.objective, taps, checkpoint.arch, compute_dtype)
     lens = find_lens(asked, taps, checkpoint.arch)
+    baseline = find_baseline(asked.baseline, taps, checkpoint, table.recipe.seq_len)
     settled = dataclasses.replace(
         table.recipe,
         model_source=lasting(asked.model),
@@ -80,6 +85,8 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
         **(dict.fromkeys(TOPS) | tops_of(taps, checkpoint.arch, table.recipe.seq_len)),
         objective=objective and objective.identity,
         objective_source=objective and objective_source(asked.objective or LOGPROB, lasting),
+        baseline=baseline and baseline.identity,
+        baseline_source=baseline and baseline_source(asked.baseline, lasting),
         compute_dtype=compute_dtype,
         store_dtype=asked.store_dtype or table.recipe.store_dtype,
     )

@@ -39,6 +39,7 @@ from spile.models.taps import Tap, tops_of
 from spile.objects import exists, open_objects
 from spile.objects.hub.names import continued, newest, pinned
 from spile.objects.paths import AnyPath
+from spile.plan.baselines import AT_ONCE, baseline_source, find_baseline
 from spile.plan.compute_dtype import settled_compute_dtype
 from spile.plan.cutting import cut_corpus, make_table
 from spile.plan.encoders import each_source, find_encoders, gain_before, stored_taps
@@ -147,6 +148,7 @@ def resolve(
         lens_source=lasting(recipe.lens) if recipe.lens else None,
     )
     objective = find_objective(recipe.objective, taps, checkpoint.arch, compute)
+    baseline = find_baseline(recipe.baseline, taps, checkpoint, resolved.seq_len)
     if objective and (why := no_gradient(platform, checkpoint.arch, compute)):
         raise ConfigError(f"--taps: {why}")
     if objective and reduces(resolved.pool) == JACOBIAN:
@@ -165,7 +167,12 @@ def resolve(
         resolved,
         objective=objective and objective.identity,
         objective_source=objective and objective_source(recipe.objective or LOGPROB, lasting),
+        baseline=baseline and baseline.identity,
+        baseline_source=baseline and baseline_source(recipe.baseline, lasting),
     )
+    if baseline and baseline.width and recipe.unit_tokens is None:  # a unit holds its rows
+        most = max(resolved.seq_len, AT_ONCE // (4 * baseline.width))
+        resolved = dataclasses.replace(resolved, unit_tokens=min(resolved.unit_tokens, most))
     refuse_pool(resolved, taps, checkpoint.arch, encoders, reading)
     tokenizer = open_tokenizer(checkpoint, resolved)
     reading = reading or read_ids(resolved, tokenizer, checkpoint.arch.vocab_size)
@@ -197,7 +204,7 @@ def resolve(
     return ExtractionJob(
         table.recipe, table, checkpoint, tokenizer, files, taps, reading, encoders, splices,
         compares=table.recipe.compares and ledger.of_pass is None,
-        objective=objective, lens=lens,
+        objective=objective, baseline=baseline, lens=lens,
     )  # fmt: skip
 
 
@@ -268,6 +275,7 @@ def completed_recipe(recipe: Recipe, stored: ResolvedRecipe, *, moves: bool = Fa
         "splice": stored.splice_source,
         "lens": stored.lens_source,
         "objective": stored.objective_source,
+        "baseline": stored.baseline_source,
         "taps": ",".join(stored.taps),
         "keep": keep_spelled(stored.keep),
     }
@@ -353,7 +361,8 @@ def _alike(recipe: Recipe, like: ResolvedRecipe) -> Recipe:
     if recipe.taps is not None and recipe.lens is None:
         like = dataclasses.replace(like, lens_source=None)
     if recipe.taps is not None:
-        like = dataclasses.replace(like, **dict.fromkeys((*TOPS, "objective", "objective_source")))
+        of_taps = (*TOPS, "objective", "objective_source", "baseline", "baseline_source")
+        like = dataclasses.replace(like, **dict.fromkeys(of_taps))
     return dataclasses.replace(completed_recipe(recipe, like), **given)
 
 
@@ -495,7 +504,7 @@ def corpus_identity(
 def _refuse_drift(
     ledger: Ledger, stored: Table, now: ResolvedRecipe, files: list[CorpusFile]
 ) -> None:
-    later = ("pool", "roles_column", "logprobs_column", "objective", *TOPS)
+    later = ("pool", "roles_column", "logprobs_column", "objective", "baseline", *TOPS)
     unsaid: dict[str, Any] = {"splice": [], **dict.fromkeys(later)}
     old, new = unsaid | stored.whole_recipe.identity(), unsaid | now.identity()
     differences: dict[str, tuple[object, object]] = {}

@@ -104,6 +104,7 @@ class Workload:
     other: Tap | None = None  # that stands beside each tap in a covariance; or of a Jacobian
     objective: Objective | None = None  # what gradients are of, if some are tapped
     remat: bool = True  # then whether blocks are computed again, and keep nothing for it
+    compared: int = 0  # values beside each token that attributions are differences from
 
     @property
     def depth(self) -> int:
@@ -220,7 +221,7 @@ class Workload:
         taken = sum(self._met_bytes(tap, met) for tap in (*self.taps, *others))
         taken += len(self._lens_layers) * self.arch.width * self.item
         held = self._held(taken)
-        return self.stored + held + deviations
+        return self.stored + held + deviations + 2 * self._own * self.compared * _PART
 
     def tap_bytes(self, tap: Tap) -> int:
         """Bytes of one tap's rows in their stored form."""

@@ -16,7 +16,7 @@ from spile.core.config import flag_of
 from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.identity import summed_digest
 from spile.core.recipe import TOPS, ResolvedRecipe
-from spile.core.tap_order import LARGEST, OF_A_LENS
+from spile.core.tap_order import LARGEST, OF_A_LENS, of_backward_pass
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.codec.statistics import TapStats
@@ -177,6 +177,11 @@ def with_taps(recipe: ResolvedRecipe, kept: Collection[str]) -> ResolvedRecipe:
     }
     if sites.isdisjoint(OF_A_LENS):
         tops |= {"lens": None, "lens_source": None}
+    made = {of_backward_pass(tap) for tap in taps}
+    if made <= {None}:
+        tops |= {"objective": None, "objective_source": None}
+    if "_attr" not in made:
+        tops |= {"baseline": None, "baseline_source": None}
     return replace(
         recipe,
         taps=tuple(taps),
@@ -201,14 +206,14 @@ def _one_recipe(url: str, recipes: Sequence[ResolvedRecipe]) -> ResolvedRecipe:
             if getattr(other, name) != getattr(encoded[0], name):
                 raise _two_recipes_error(url, name, encoded[0], other)
     tops: dict[str, Any] = {}
-    for name in (*TOPS, "lens"):
-        sized = [recipe for recipe in (first, *others) if getattr(recipe, name) is not None]
+    for name in (*TOPS, "lens", "objective", "baseline"):
+        sized = [recipe for recipe in (first, *others) if _applies(name, recipe)]
         for other in sized[1:]:
             if getattr(other, name) != getattr(sized[0], name):
                 raise _two_recipes_error(url, name, sized[0], other)
         tops[name] = getattr(sized[0], name) if sized else None
-        if name == "lens":
-            tops["lens_source"] = sized[0].lens_source if sized else None
+        if name not in TOPS:
+            tops[f"{name}_source"] = getattr(sized[0], f"{name}_source") if sized else None
     return replace(
         first,
         taps=tuple(tap for recipe in (first, *others) for tap in recipe.taps),
@@ -218,6 +223,13 @@ def _one_recipe(url: str, recipes: Sequence[ResolvedRecipe]) -> ResolvedRecipe:
         encode_error=bool(encoded) and encoded[0].encode_error,
         **tops,
     )
+
+
+def _applies(name: str, recipe: ResolvedRecipe) -> bool:
+    """Return whether an option matters to a recipe's taps; no baseline is one, too: zero."""
+    if name == "baseline":
+        return "_attr" in map(of_backward_pass, recipe.taps)
+    return getattr(recipe, name) is not None
 
 
 def _two_recipes_error(

@@ -58,6 +58,8 @@ class Inputs(NamedTuple):
     # compares, if it does: then only their logits are aimed at.
     aimed: Int[Array, "rows seq"] | None = None
     answers: Int[Array, "rows seq 2"] | None = None
+    # Values with which those of each token are compared, if attributions have such a baseline.
+    beside: Float[Array, "rows seq values"] | None = None
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,9 @@ from jaxtyping import Array, Float
 from spile.core.errors import InputError, SpileError
 from spile.models.config.arch import Layer
 from spile.models.forward.decoder import Beside, Decoder, Inputs, SiteValues
+from spile.models.forward.forward_pass import at_columns
 from spile.models.forward.ops import Hidden
+from spile.models.forward.sharding import Shards
 from spile.models.forward.weights import LayerSchedule, Params, WeightArrays
 from spile.models.objectives import (
     DIRECTION,
@@ -110,9 +112,23 @@ def _own(objective: Objective, tap: str, values: Array, inputs: Inputs) -> Float
     return jnp.sum(jnp.where(inputs.segments > 0, found.astype(jnp.float32), 0.0))
 
 
-def attributed(values: Array, gradients: Array) -> Array:
-    """Return gradients times values, summed over the last axis, in float32."""
-    return jnp.sum(values.astype(jnp.float32) * gradients.astype(jnp.float32), axis=-1)
+def attributed(values: Array, gradients: Array, baseline: Array | None) -> Array:
+    """Return gradients times values (less a baseline), summed over the last axis, in float32."""
+    wide = values.astype(jnp.float32)
+    wide = wide if baseline is None else wide - baseline
+    return jnp.sum(wide * gradients.astype(jnp.float32), axis=-1)
+
+
+def kept_beside(inputs: Inputs, columns: Array, like: Array, shards: Shards | None) -> Array:
+    """Return what stands beside the kept tokens, as the values `like` [rows x kept, ...].
+
+    Args:
+        columns: those of these values.
+    """
+    assert inputs.beside is not None
+    own = at_columns(inputs.beside, inputs.columns)[:, :, columns]
+    flat = own.reshape(-1, *like.shape[1:])
+    return shards.runs(flat) if shards else flat
 
 
 class Cotangents(NamedTuple):

@@ -97,8 +97,9 @@ class BackwardStage:
             weights: WeightArrays, extras: Extras, stream: Any, left: Any, inputs: StepInputs
         ) -> tuple[Any, ...]:
             entered, found = settings.stage_gradients(
-                self, weights, extras.changes, stream, left, inputs.read, contexts
-            )
+                self, weights, extras.changes, stream, left, inputs.read, contexts,
+                [extras.baselines.get(slot) for slot in slots],
+            )  # fmt: skip
             values = dict(zip(slots, found, strict=True))
             made = settings.stored(values, slots, self.encoders, extras, inputs, part, {})
             return made, entered, inputs.counts + 0

@@ -224,8 +224,15 @@ class StepLoader:
             objective=job.objective,
             remat=bool(self.recomputes),
         )
-        extras = Extras({}, encoders, tuple(changes.values()), lenses)
+        extras = Extras({}, encoders, tuple(changes.values()), lenses, self._baselines)
         return settings, extras, hashes | digests | own
+
+    @property
+    def _baselines(self) -> dict[str, np.ndarray]:
+        """What attributions are differences from: see `Extras.baselines`."""
+        baseline = self.job.baseline
+        summed = [tap for tap in self.job.taps if tap.kind.summed]
+        return {tap.name: baseline.of_tap(tap.source) for tap in summed} if baseline else {}
 
     def _lens_arrays(self, dtype: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """Return a lens's arrays by the first tap of each layer that reads it, and their hashes."""

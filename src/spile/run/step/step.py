@@ -38,6 +38,7 @@ from spile.models.forward.gradient import (
     Pullback,
     attributed,
     cotangents_of,
+    kept_beside,
     linearized,
     stage_pulled_back,
 )
@@ -78,6 +79,7 @@ class StepInputs(NamedTuple):
     claimed: Any
     aimed: Any
     answers: Any
+    beside: Any
 
     @property
     def read(self) -> Inputs:
@@ -284,12 +286,18 @@ class StepSettings:
         return "float16" if self.compute_dtype == "float16" else self.computed
 
     def values(
-        self, params: Params, changes: tuple[Partial, ...], inputs: Inputs, contexts: int
+        self,
+        params: Params,
+        changes: tuple[Partial, ...],
+        inputs: Inputs,
+        contexts: int,
+        baselines: Mapping[str, Array] | None = None,
     ) -> dict[str, Array]:
         """Run the whole model; return the values of each tap.
 
         Args:
             changes: of the spliced taps, in their order.
+            baselines: of attributions, by tap.
             contexts: the most contexts in a row, as `contexts` returns it.
         """
         with self._precision():
@@ -316,9 +324,21 @@ class StepSettings:
             found = pullback(cotangents_of(self.objective, aims, inputs))
             found = {tap: found[source.name] for tap, source in gradients.items()}
             for tap in self._summed:
-                found[tap] = attributed(values[tap.source.name], found[tap])
+                found[tap] = self._attributed(
+                    values[tap.source.name], found[tap], (baselines or {}).get(tap.name), inputs
+                )
             kept = {name: each for name, each in values.items() if name in (*names, GAPS)}
             return kept | {tap.name: each for tap, each in found.items()}
+
+    def _attributed(
+        self, values: Array, gradients: Array, baseline: Array | None, inputs: Inputs
+    ) -> Array:
+        """Return attributions. `baseline`: as `Extras.baselines` has it."""
+        if baseline is not None and inputs.beside is not None:
+            baseline = kept_beside(inputs, baseline, values, self.place.shards)
+        elif baseline is not None:
+            baseline = baseline[None]
+        return attributed(values, gradients, baseline)
 
     def stage_values(
         self,
@@ -349,12 +369,14 @@ class StepSettings:
         left: Array | None,
         inputs: Inputs,
         contexts: int,
+        baselines: Sequence[Array | None],
     ) -> tuple[Array | None, list[Array]]:
         """Run one stage back; return its stream's cotangent, and what each of its taps holds.
 
         Args:
             stream: that entered the stage.
             left: the cotangent of the stream that left it, if a later stage sent one.
+            baselines: of each of its taps.
         """
         with self._precision():
             splice = dict(zip(stage.spliced, changes, strict=True))
@@ -372,10 +394,10 @@ class StepSettings:
                 decoder, stage.kind, weights, (stream, (None, None)), inputs, given, stage.objective
             )
             return entered, [
-                attributed(values[own.name], gradients[own.name])
+                self._attributed(values[own.name], gradients[own.name], baseline, inputs)
                 if tap.kind.summed
                 else gradients[own.name]
-                for tap, own in pairs
+                for (tap, own), baseline in zip(pairs, baselines, strict=True)
             ]
 
     def stored(
@@ -425,7 +447,7 @@ class StepSettings:
         """Run the whole model; return the rows of each tap as they are stored."""
         if self.pool == JACOBIAN:
             return self._jacobians(params, extras.changes, inputs, contexts)
-        values = self.values(params, extras.changes, inputs.read, contexts)
+        values = self.values(params, extras.changes, inputs.read, contexts, extras.baselines)
         taps = {tap.name: tap for tap in self.taps}
         return self.stored(values, taps, self.encoders, extras, inputs, part, params.outer)
 

@@ -48,6 +48,9 @@ class Extras:
     changes: tuple[Partial, ...] = ()  # of the spliced taps, in their order
     # Of a lens, by the first tap of each layer that holds its predictions.
     lenses: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    # Of attributions, by tap: the row that is subtracted, or the columns of the values beside each
+    # token that are (`Inputs.beside`).
+    baselines: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)

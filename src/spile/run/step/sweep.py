@@ -274,6 +274,7 @@ class Sweep:
                     _renamed(taps, extras.scales),
                     _renamed(taps, extras.encoders),
                     tuple(changes[tap] for tap in spliced[number]),
+                    baselines=_renamed(taps, extras.baselines),
                 ),
                 number == way[0],
             )
