@@ -108,6 +108,37 @@ def sparse(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[we
         yield found
 
 
+# Holds the list of documents back until `release` is called.
+LATE_DOCUMENTS = """
+const fetched = window.fetch;
+const released = new Promise((resolve) => { window.release = resolve; });
+window.fetch = async (url, ...rest) => {
+  const response = await fetched(url, ...rest);
+  if (!url.startsWith('/api/documents')) return response;
+  const body = await response.json();
+  window.held = true;
+  await released;
+  return { ok: true, json: async () => body };
+};
+"""
+
+
+@pytest.mark.parametrize("when", ["before the browser has said so", "afterwards"])
+def test_a_list_that_comes_late_does_not_lead_back(
+    seen: Seen, server: web_page.Served, when: str
+) -> None:
+    page = seen.page
+    page.add_init_script(LATE_DOCUMENTS)
+    seen.open(server.url)
+    page.wait_for_function("window.held")
+    if when == "afterwards":
+        page.evaluate("location.hash = 'layers'")
+        expect(page).to_have_title("Layers · Spile")
+    page.evaluate("location.hash = 'layers'; release()")
+    expect(page.locator("figure").first).to_contain_text("resid_post")
+    assert page.url.endswith("#layers")
+
+
 def test_latents_are_shown_by_id_with_their_top_rows(seen: Seen, sparse: web_page.Served) -> None:
     page = seen.open(sparse.url)
     page.keyboard.press("7")

@@ -47,12 +47,14 @@ const page = {
   },
   go(view, state) { location.hash = page.link(view, state); },
   set(changes) {
+    if (leaving()) return;
     // At once: keys may come faster than the browser says that the address has changed.
     page.state = { ...page.state, ...changes };
     page.go(name, page.state);
   },
   /** Keeps a choice in the address that changes nothing else. */
   note(changes) {
+    if (leaving()) return;
     page.state = { ...page.state, ...changes };
     history.replaceState(null, '', page.link(name, page.state));
   },
@@ -62,6 +64,12 @@ const page = {
     drawStrip();
   },
 };
+
+/** Whether the address names another view already, of which the browser has not said so yet. */
+function leaving() {
+  const wanted = location.hash.slice(1).split('?')[0];
+  return NAMES.includes(wanted) && wanted !== name;
+}
 
 function drawStrip() {
   const read = page.dataset?.read;

@@ -41,7 +41,7 @@ export function view(page) {
     documents = [];
     more = { start: 0, after: 0 };
     await further();
-    if (documents.length && !page.state.doc) open(documents.find((each) => each.rows)?.doc ?? documents[0].doc);
+    if (documents.length && !page.state.doc && element.isConnected) open(documents.find((each) => each.rows)?.doc ?? documents[0].doc);
   }
 
   async function further() {
