@@ -1,5 +1,6 @@
 """Sparse latents from end to end: stored values are those that the encoder computes."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,7 @@ def test_out_alone_resumes_and_another_encoder_is_refused(
     for change, named in (
         (Recipe(encode=str(other)), "encode resid_post.1"),
         (Recipe(latents=KEPT + 1), "latents"),
+        (dataclasses.replace(recipe, encode_error=False), "encode_error: stored True, now False"),
     ):
         with pytest.raises(DriftError, match=named):
             spile.extract(change, str(out))
@@ -184,13 +186,15 @@ def test_errors_are_added_copied_and_dropped_with_their_latents(
     assert ds.taps == ["mlp_out.0", VALUES, IDS, ERROR]
     assert verify(LocalObjects(Path(out))).ok
     run("copy", out, copied, "--taps", f"{VALUES},{IDS},{ERROR}")
+    # Taps that are added later have no errors unless they ask for them.
+    spile.extract(Recipe(add_taps="mlp_in:0"), out)
     again = spile.open(copied)
     assert again.recipe.encode_error and again.taps == [VALUES, IDS, ERROR]
     assert np.array_equal(again.read(ERROR, 0, 50), ds.read(ERROR, 0, 50))
     result = run("copy", out, tmp_path / "part", "--taps", ERROR)
     check_refused(result, 2, "resid_post_error.1 go together; give all of them")
     run("drop", out, "--taps", ERROR)
-    assert spile.open(out).taps == ["mlp_out.0"]
+    assert spile.open(out).taps == ["mlp_in.0", "mlp_out.0"]
 
 
 def test_an_encoder_that_does_not_fit_is_refused_in_one_line(

@@ -215,6 +215,8 @@ def test_other_objectives_have_their_own_gradients(chats: Recipe, tmp_path: Path
         ({"objective": "up"}, "--objective up: choose from logprob"),
         ({"objective": "direction:embed=v.npy"}, "v.npy"),
         ({"objective": "direction:z:0=v.npy", "taps": "resid_post_grad:0"}, "v.npy"),
+        ({"objective": "direction:attn_pattern:1=v.npy"}, "cannot be differentiated"),
+        ({"objective": "{own}:early"}, "does not depend on mlp_out.0, which is computed later"),
         ({"taps": "logprob_grad"}, "gradients are those of"),
         ({"compute_dtype": "float16"}, "computed in bfloat16 or float32, not float16"),
     ],
@@ -222,6 +224,12 @@ def test_other_objectives_have_their_own_gradients(chats: Recipe, tmp_path: Path
 def test_what_has_no_gradient_is_refused(
     options: dict[str, Any], told: str, recipe: Recipe, tmp_path: Path
 ) -> None:
+    own = tmp_path / "own.py"
+    own.write_text('def early():\n    return {"attn_out.0": lambda rows: rows.sum(-1)}\n')
+    options = {
+        name: value.format(own=own) if name == "objective" else value
+        for name, value in options.items()
+    }
     with pytest.raises(SpileError, match=told):
         asked = dataclasses.replace(recipe, **options)
         spile.extract(asked, str(tmp_path / "out"))

@@ -18,13 +18,15 @@ from spile.core.identity import full_digest
 from spile.core.pool import SPEAKERS
 from spile.models.config.arch import Arch
 from spile.models.objectives import DIRECTION, FUNCTION, LOGIT_DIFF, LOGPROB, LOSS, Objective
+from spile.models.sites import LENSES
 from spile.models.splices import digest
-from spile.models.taps import Tap, parse_taps
+from spile.models.taps import Tap, computed_as, parse_taps, place_of
 from spile.plan.splices import read_rows, returned_by_tap
 
 _PROGRAM = re.compile(r"(.+\.py):(\w+)")
 _DIRECTION = re.compile(rf"{DIRECTION}:([^=]+)=(.+)")
 _COLUMNS = re.compile(rf"{LOGIT_DIFF}:([^,\s]+),([^,\s]+)")
+_APART = ("attn_pattern", "delta_state_norm")  # computed beside the model, if they are stored
 _KINDS = (
     f"{LOGPROB}, {LOSS}:ROLE, {LOGIT_DIFF}:COLUMN_A,COLUMN_B, {DIRECTION}:TAP=FILE.npy, "
     "FILE.py:FUNCTION"
@@ -70,10 +72,13 @@ def find_objective(
         )
     found = _found(given or LOGPROB, arch)
     for tap in gradients:
-        if tap.layers_needed(arch) > found.layers_needed(arch):
+        source, *aims = (
+            place_of(computed_as(each), arch)[:3] for each in (tap.source, *found.aims)
+        )
+        if source > max(aims):
             raise ConfigError(
-                f"--objective {given}: does not depend on {tap.source.name}, which is computed "
-                "later; leave out the tap"
+                f"--objective {given or LOGPROB}: does not depend on {tap.source.name}, which is "
+                "computed later; leave out the tap"
             )
     return found
 
@@ -108,7 +113,9 @@ def _taps(given: str, named: str, arch: Arch, *, single: bool = False) -> tuple[
     if single and len(taps) > 1:
         raise ConfigError(f"--objective {given}: name one tap, not {len(taps)}")
     for tap in taps:
-        if tap.heads or tap.kind.of or tap.kind.of_chosen or tap.kind.largest_of:
+        kind = tap.kind
+        indirect = tap.site in (*_APART, *LENSES)
+        if tap.heads or kind.of or kind.of_chosen or kind.largest_of or indirect:
             raise ConfigError(
                 f"--objective {given}: {tap.name} cannot be differentiated; name a whole tap whose "
                 "values are numbers"

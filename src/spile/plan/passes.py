@@ -48,7 +48,7 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
         "baseline", "baseline_source",
     )  # fmt: skip
     none = dict.fromkeys((*of_taps, *TOPS))
-    stored = dataclasses.replace(table.recipe, encode={}, **none)
+    stored = dataclasses.replace(table.recipe, encode={}, encode_error=False, **none)
     added = dataclasses.replace(recipe, taps=recipe.add_taps, add_taps=None)
     asked = pinned_recipe(completed_recipe(added, stored))
     assert asked.model and asked.taps

@@ -504,8 +504,8 @@ def corpus_identity(
 def _refuse_drift(
     ledger: Ledger, stored: Table, now: ResolvedRecipe, files: list[CorpusFile]
 ) -> None:
-    later = ("pool", "roles_column", "logprobs_column", "objective", "baseline", *TOPS)
-    unsaid: dict[str, Any] = {"splice": [], **dict.fromkeys(later)}
+    later = ("pool", "roles_column", "logprobs_column", "objective", "baseline", "lens", *TOPS)
+    unsaid: dict[str, Any] = {"splice": [], "encode_error": False, **dict.fromkeys(later)}
     old, new = unsaid | stored.whole_recipe.identity(), unsaid | now.identity()
     differences: dict[str, tuple[object, object]] = {}
     for name in old:

@@ -317,20 +317,22 @@ class Sweep:
         """Take the batches back through the stages, all of them through one before the next."""
         blocks = model.blocks
         blocks.backward = True
-        for number, stage in self._back.items():
-            inside = isinstance(stage.kind, Layer)
-            if inside:
-                self._options.cancellation.check()
-            weights = blocks.take(number) if inside else model.outer
-            for each in swept:
-                self._run_back(number, self._used(number, weights, model.outer), each)
-            if inside:
-                blocks.used(number, swept[-1].done)
-            del weights
+        try:
+            for number, stage in self._back.items():
+                inside = isinstance(stage.kind, Layer)
+                if inside:
+                    self._options.cancellation.check()
+                weights = blocks.take(number) if inside else model.outer
+                for each in swept:
+                    self._run_back(number, self._used(number, weights, model.outer), each)
+                if inside:
+                    blocks.used(number, swept[-1].done)
+                del weights
+        finally:  # the next sweep begins with the first block
+            blocks.backward = False
         for each in swept:
             each.entered.clear()
             each.cotangent = None
-        blocks.backward = False
 
     def _run_back(self, number: int, weights: WeightArrays, each: _SweptBatch) -> None:
         stage, stream = self._back[number], each.entered.pop(number)
