@@ -13,6 +13,9 @@ def test_what_cannot_be_fitted_is_refused(model: Path, corpus: Path, tmp_path: P
         (("--kind", "tuned", "--layers", "2"), "the last layer is the target"),
         (("--kind", "tuned", "--layers", "9"), "--layers 'resid_post:9': layer 9 does not exist"),
         (("--kind", "tuned", "--ridge", "2"), "--ridge must be at least 0"),
+        (("--kind", "jacobian", "--ridge", "0.1"), "--refine and --ridge are for --kind tuned"),
+        (("--kind", "tuned", "--learning-rate", "0.1"), "--learning-rate 0.1: give a positive"),
+        (("--kind", "tuned", "--refine", "5", "--learning-rate", "nan"), "--learning-rate nan"),
         (("--kind", "tuned", "--weights", "disk"), "blocks are streamed; leave --weights out"),
     ]
     for more, why in refused:

@@ -47,6 +47,12 @@ def test_too_few_tokens_are_refused_and_constant_channels_are_not() -> None:
     covariance.covariances[0, :8, :8] = 1.0
     with pytest.raises(ConfigError, match="3 tokens do not determine a map of 8 channels"):
         least_squares(covariance, ridge=0)
+    # Rounding alone would decide, although the system can be solved.
+    x, y = rng.normal(size=(8, 8)), rng.normal(size=(8, 8))
+    with pytest.raises(ConfigError, match="8 tokens do not determine a map of 8 channels"):
+        least_squares(moments(x, y), ridge=0)
+    with pytest.raises(ConfigError, match="1 tokens do not determine"):
+        least_squares(moments(x[:1], y[:1]))
     x = np.c_[rng.normal(size=(20, 2)), np.full(20, 7.0)]
     matrix, bias = least_squares(moments(x, x), ridge=0)
     np.testing.assert_allclose(matrix, 0, atol=1e-9)

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 import shlex
 from typing import TYPE_CHECKING, Any
 
@@ -86,8 +87,13 @@ def lens(arguments: argparse.Namespace) -> int:
     ridge = RIDGE if arguments.ridge is None else arguments.ridge
     if not 0 <= ridge < 1:
         raise ConfigError(f"--ridge must be at least 0 and less than 1, got {ridge:g}")
-    if arguments.refine < 0 or (arguments.refine and arguments.kind == JACOBIAN):
-        raise ConfigError(f"--refine {arguments.refine}: give a number of steps, of a tuned lens")
+    if arguments.refine < 0:
+        raise ConfigError(f"--refine must be a number of steps, got {arguments.refine}")
+    if arguments.kind == JACOBIAN and (arguments.refine or arguments.ridge is not None):
+        raise ConfigError("--refine and --ridge are for --kind tuned; leave them out")
+    rate = arguments.learning_rate
+    if rate is not None and not (arguments.refine and 0 < rate < math.inf):
+        raise ConfigError(f"--learning-rate {rate:g}: give a positive number, beside --refine")
     asked = extraction_of(arguments)
     sums = dataclasses.replace(
         asked,
@@ -122,8 +128,6 @@ def _refining(asked: "ExtractionAsked", arguments: argparse.Namespace) -> "Refin
     from spile.lens.refine import RATE, RefineOptions, refine
 
     rate = RATE if arguments.learning_rate is None else arguments.learning_rate
-    if rate <= 0:
-        raise ConfigError(f"--learning-rate must be positive, got {rate:g}")
     recipe = sums_recipe(asked.recipe, arguments.kind, arguments.layers)
     objects, options = open_objects(asked.out), RefineOptions(arguments.refine, rate)
 

@@ -17,6 +17,7 @@ from spile.core.pool import JACOBIAN as REDUCED_JACOBIAN
 from spile.core.pool import Pool
 from spile.core.recipe import ResolvedRecipe
 from spile.dataset.read.dataset import Dataset
+from spile.dataset.read.reduced import ReducedRows
 from spile.lens.refine import Maps, Refined
 from spile.lens.solve import RIDGE, explained, least_squares
 from spile.models.config.arch import Arch
@@ -109,7 +110,7 @@ def lens_of(
     if reduces_to(stored) == JACOBIAN:
         found: dict[int, np.ndarray] = {}
         for name in sums.taps:
-            reduced, layer = sums.reduced(name), _layer_of(name)
+            reduced, layer = _reduced(sums, name), _layer_of(name)
             counted, found[layer] = int(reduced.counts[0]), reduced.means[0]
             fits[layer] = LayerFit(layer, None)
         files = jacobian_files(found, counted)
@@ -118,7 +119,7 @@ def lens_of(
         spreads: dict[str, np.ndarray] = {}
         last = Tap.from_name(Pool.parse(stored.pool or "").beside or "")
         for name in sums.taps:
-            moments, layer = sums.reduced(name), _layer_of(name)
+            moments, layer = _reduced(sums, name), _layer_of(name)
             maps[name] = least_squares(moments, ridge)
             counted = int(moments.counts[0])
             fits[layer] = LayerFit(layer, explained(moments, maps[name][0]))
@@ -146,6 +147,16 @@ def reduces_to(recipe: ResolvedRecipe) -> str:
     if pool is None or pool.beside is None:
         raise ConfigError("these are no sums of a lens; make them with spile lens fit")
     return JACOBIAN if pool.by == REDUCED_JACOBIAN else TUNED
+
+
+def _reduced(sums: Dataset, name: str) -> ReducedRows:
+    found = sums.reduced(name)
+    if not len(found.counts) or not found.counts.sum():
+        raise ConfigError(
+            f"{sums.url}: --where {sums.recipe.where!r} keeps no token of any document; give "
+            "longer documents, or another --where and another --out"
+        )
+    return found
 
 
 def _layer_of(name: str) -> int:

@@ -35,8 +35,10 @@ def least_squares(moments: ReducedRows, ridge: float = RIDGE) -> tuple[np.ndarra
     # (A channel that never varies tells nothing: any value keeps its row at zero.)
     own.flat[:: width + 1] += np.where(variances > 0, ridge * variances, 1.0)
     solved: np.ndarray = np.full((width, width), np.nan)
+    varying = int(np.count_nonzero(variances > 0))
+    enough = moments.counts[0] > (1 if ridge else varying)  # or rounding alone decides
     with suppress(np.linalg.LinAlgError):
-        solved[:] = np.linalg.solve(own, wanted)
+        solved[:] = np.linalg.solve(own, wanted) if enough else np.nan
     matrix = solved.T
     if not np.isfinite(matrix).all():
         tokens = int(moments.counts[0])
