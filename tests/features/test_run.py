@@ -185,6 +185,20 @@ def test_a_summary_grows_from_the_one_before(tmp_path: Path, small_parts: None) 
     assert summary(grown).items() > summary(whole.path).items()
 
 
+def test_parts_of_units_that_were_made_again_are_refused(
+    made: stored.Stored, tmp_path: Path, small_parts: None
+) -> None:
+    make_features(str(made.path), REQUEST)
+    options = {"taps": stored.LATENTS, **stored.ENCODED}
+    other = stored.build(tmp_path / "other", UNITS, seed=1, **options)
+    counted = tmp_path / "counted"
+    shutil.copytree(other.path, counted)
+    shutil.copytree(made.path / "features", counted / "features")
+    shutil.rmtree(counted / "features/mlp_out.1-1/summaries")
+    with pytest.raises(ConfigError, match="counted units from 0 on before they were made again"):
+        make_features(str(counted), REQUEST)
+
+
 def test_a_second_call_does_nothing(made: stored.Stored) -> None:
     make_features(str(made.path), REQUEST)
     before = made.listed()

@@ -93,6 +93,8 @@ class FeatureRequest:
 
     def options(self) -> FeatureOptions:
         """Return the options; those that were not given have their defaults."""
+        if self.examples is not None and self.examples < 1:
+            raise ConfigError(f"--examples must be at least 1, got {self.examples}")
         given = {"examples": self.examples, "rows": self.rows, "logits": self.logits}
         chosen = {name: value for name, value in given.items() if value is not None}
         found = FeatureOptions(**chosen)
@@ -260,6 +262,14 @@ class FeatureJob:
         found = [part for part in parts if part]
         if len(found) < len(parts) or not found:
             return
+        for part in found:
+            records = self._records(range(part.first, part.first + part.units))
+            if digest_of_units(records, self.spec.stored) != part.made_from:
+                raise ConfigError(
+                    f"{self.dataset.url}: {self.features.name} counted units from {part.first} on "
+                    "before they were made again; run `spile drop` with --features "
+                    f"{self.features.name}, and count anew"
+                )
         made_from = before.made_from if before else ""
         made_from = digest_of_units(
             self._records(range(behind, len(self.table.units))), self.spec.stored, made_from

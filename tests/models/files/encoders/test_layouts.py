@@ -16,6 +16,7 @@ from spile.models.files import encoders
 from spile.models.files.encoders import LAYOUTS, find_layout, open_sae
 from spile.models.files.encoders.arithmetic import latents_of, reconstruction
 from spile.models.files.encoders.sae import Sae
+from spile.models.files.encoders.settings import read_yaml
 from spile.models.files.encoders.tensors import load_arrays
 from spile.models.splices import kth_largest
 from spile.objects import MemoryObjects
@@ -192,3 +193,17 @@ def test_qwen_scope_needs_its_repositorys_name(tmp_path: Path) -> None:
     shutil.copytree(where("qwen_scope"), tmp_path / "renamed")
     with pytest.raises(InputError, match="stands only in the repository's name"):
         open_sae(str(tmp_path / "renamed"), layer=1)
+    # The last number counts: a name above the repository's may hold another.
+    outer = tmp_path / "runs-L0_9" / INSIDE["qwen_scope"]
+    shutil.copytree(where("qwen_scope"), outer)
+    assert open_sae(str(outer), layer=1).k == 6
+    shutil.copytree(where("qwen_scope"), tmp_path / "W32K-L0_0")
+    with pytest.raises(InputError, match="stands only in the repository's name"):
+        open_sae(str(tmp_path / "W32K-L0_0"), layer=1)
+
+
+def test_a_few_lines_of_yaml_do_not_stand_for_gigabytes(tmp_path: Path) -> None:
+    lines = ["a0: &a0 {model_name: x}"]
+    lines += [f"a{n}: &a{n}\n  <<: [{', '.join([f'*a{n - 1}'] * 99)}]" for n in range(1, 9)]
+    (tmp_path / "config.yaml").write_text("\n".join(lines))
+    assert read_yaml(tmp_path / "config.yaml")["a0"] == {"model_name": "x"}

@@ -16,8 +16,8 @@ FILE = "layer{layer}.sae.pt"
 
 def read_qwen_scope(folder: AnyPath, layer: int) -> Sae:
     file = folder / FILE.format(layer=layer)
-    active = re.search(r"-L0_(\d{1,6})(?!\d)", str(folder))
-    if active is None:
+    active = re.findall(r"-L0_(\d{1,6})(?!\d)", str(folder))
+    if not active or not int(active[-1]):
         raise InputError(
             f"{file}: the number of active latents stands only in the repository's name; keep the "
             "end of that name, e.g. -L0_50, in the directory's"
@@ -28,7 +28,7 @@ def read_qwen_scope(folder: AnyPath, layer: int) -> Sae:
     latents, width = shape
     return Sae(
         directory=folder, file=file, architecture="topk", width=width, latents=latents,
-        k=min(max(int(active[1]), 1), latents), subtracts=False,
+        k=min(int(active[-1]), latents), subtracts=False,
         hook=f"blocks.{layer}.hook_resid_post",
         places=stored_tensors(file, {"W_enc": "W_enc T", "W_dec": "W_dec T"}),
     )  # fmt: skip
