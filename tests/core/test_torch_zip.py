@@ -167,10 +167,25 @@ def test_other_opcodes_are_refused_by_name(pickled: bytes, reason: str) -> None:
         read(changed(saved({}), lambda _: pickled))
 
 
+def test_a_long_tuple_may_be_named_often() -> None:
+    pickled = b"\x80\x02](" + b"N" * 100_000 + b"tq\x00" + b"a(" + b"h\x00" * 100_000 + b"e."
+    assert len(read(changed(saved({}), lambda _: pickled))) == 100_001
+
+
+def test_the_stride_of_an_axis_of_one_means_nothing() -> None:
+    step = b"\x8a\x08" + b"\xff" * 7 + b"\x3f"
+    data = changed(
+        saved({"w": torch.arange(3)[None]}),
+        lambda old: old.replace(b"K\x03K\x01\x86", step + b"K\x01\x86"),
+    )
+    assert values(data, read(data)["w"]).tolist() == [[0, 1, 2]]
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
         (b"K\x02K\x03\x86", b"K\x02K\x04\x86"),  # the shape
+        (b"K\x02K\x03\x86", b"K\x00\x8a\x08" + b"\xff" * 7 + b"\x1f\x86"),  # of no values
         (b"K\x03K\x01\x86", b"K\x04K\x01\x86"),  # the strides
         (b"QK\x00", b"QK\x01"),  # the offset
         (b"K\x06t", b"K\x07t"),  # the storage's size

@@ -6,6 +6,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from spile.core.disagreement import COMPARED, LARGEST_GAP, MEAN, is_within
 from spile.core.errors import StoreError
 from spile.dataset.read.dataset import Dataset
@@ -45,7 +47,7 @@ def disagreement_of(dataset: Dataset, bound: float) -> Disagreement | None:
                 raise StoreError(f"{dataset.url}: {where}: its disagreement is no number")
             documents, tokens = documents + 1, tokens + int(count)
             own = each[MEAN] * count
-            total, largest = total + own, max(largest, each[LARGEST_GAP])
+            total, largest = total + own, float(np.maximum(largest, each[LARGEST_GAP]))  # or NaN
             if not is_within(bound, count, own):
                 beyond += 1
                 first += [each["doc"]] if len(first) < _NAMED else []

@@ -153,6 +153,8 @@ def _summary(made: "LensFit") -> str:
     if refined:
         shown = refined[:: max(1, len(refined) // 6)]
         told = ", ".join(f"{e.layer} {e.kl[0]:.3f} -> {e.kl[1]:.3f}" for e in shown if e.kl)
-        lines.append(f"  KL divergence before and after it was refined, in nats: {told}")
+        lines.append(
+            f"  KL divergence in the first and the last tenth of the steps, in nats: {told}"
+        )
     lines.append(f"  use     spile extract --lens {shlex.quote(made.out)} --taps lens_top:LAYERS …")
     return "\n".join(lines)

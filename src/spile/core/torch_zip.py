@@ -270,6 +270,7 @@ class _Interpreter:
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
+        self._nested: dict[int, tuple[Any, ...]] = {}  # by id: tuples that hold other containers
 
     def run(self) -> Any:
         if self._take(2) != b"\x80\x02":
@@ -366,14 +367,16 @@ class _Interpreter:
         if key not in self._memo:
             self._refuse("refers to a value that it does not have")
         value = self._memo[key]
-        inner = _holds(value)
-        if isinstance(value, dict | list) or any(isinstance(e, dict | list | tuple) for e in inner):
+        if isinstance(value, dict | list) or id(value) in self._nested:
             self._refuse("refers to one list or dictionary twice")
         self.push(value)
 
     def group(self, count: int | None) -> None:
         found = self.pop_to_mark() if count is None else [self.pop() for _ in range(count)][::-1]
-        self.push(tuple(found))
+        made = tuple(found)
+        if any(isinstance(each, dict | list | tuple) for each in made):
+            self._nested[id(made)] = made  # (held, so that no other value gets its id)
+        self.push(made)
 
     def append(self, values: Sequence[Any]) -> None:
         into = self.pop()
@@ -457,10 +460,13 @@ class _Interpreter:
         if count > storage.count:
             self._refuse(f"has a tensor of shape {list(shape)} that repeats its values")
         size = storage.dtype.itemsize
+        if math.prod(max(n, 1) for n in shape) * size >= _MAX_SIZE:
+            self._refuse("has a tensor of an impossible shape")
         first, last = (offset, stop) if count else (0, 0)
         return TensorInfo(
             storage.key, storage.dtype, shape, storage.start + first * size,
-            storage.start + last * size, tuple(step * size for step in strides),
+            storage.start + last * size,
+            tuple(step * size if n > 1 else 0 for n, step in zip(shape, strides, strict=True)),
         )  # fmt: skip
 
 

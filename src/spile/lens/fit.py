@@ -43,7 +43,7 @@ class LayerFit:
 
     layer: int  # -1: the stream before the first block
     explained: float | None  # of the last stream's variance, by a map of least squares
-    kl: tuple[float, float] | None = None  # in nats, before and after it was refined
+    kl: tuple[float, float] | None = None  # in nats, of the first and last steps of its refinement
 
 
 @dataclass(frozen=True)

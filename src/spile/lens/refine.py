@@ -60,7 +60,7 @@ class _State(NamedTuple):
 
 @dataclass(frozen=True)
 class Refined:
-    """Refined maps, and the mean KL divergence of each tap's first and last batches, in nats."""
+    """Refined maps, and each tap's mean KL divergence in the first and last tenth of the steps."""
 
     maps: Maps
     before: Mapping[str, float]
