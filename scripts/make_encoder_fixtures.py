@@ -4,6 +4,9 @@ python scripts/make_encoder_fixtures.py tests/fixtures/encoders
 
 Run it with a Python that has torch 2.13.0 and sae-lens 6.54.12, and beside them, installed with
 `--no-deps`, dictionary-learning 0.1.0, eai-sparsify 1.3.3 and circuit-tracer 0.5.0 (with natsort).
+Crosscoders are made if the variable CROSSCODERS names a folder with two checkouts of GitHub:
+jkminder/dictionary_learning@48debb2 in `dictionary_learning`, and in `kissane`
+ckkissane/crosscoder-model-diff-replication.
 Weights are random, in float32. Each folder NAME has the project's files, as its own code saves
 them, and `wanted.npz`: `rows`, their `latents` and the `decoded` rows, by the project's own code.
 What is there stays as it is; remove a folder to make it anew.
@@ -13,6 +16,7 @@ What is there stays as it is; remove a folder to make it anew.
 import importlib
 import importlib.util
 import json
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -353,6 +357,98 @@ def gemma_scope_2_clt(folder: Path) -> Made:
     loaded = cross_layer.load_gemma_scope_2_clt({**paths, 3: ""}, dtype=torch.float32)
     x = rows(3)
     return x, loaded.encode(x), loaded(x)
+
+
+# -- crosscoders -------------------------------------------------------------------------------
+
+CROSSCODERS = Path(os.environ.get("CROSSCODERS", "none"))
+
+
+def checked_out(path: Path, name: str) -> types.ModuleType:
+    """Import a file of a checkout, under a name of its own."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def paired_dictionaries() -> types.ModuleType:
+    """Import the dictionaries of the branch that has crosscoders, beside the package's own."""
+    folder = CROSSCODERS / "dictionary_learning" / "dictionary_learning"
+    package = types.ModuleType("paired")
+    package.__path__ = [str(folder)]
+    sys.modules["paired"] = package
+    utils = types.ModuleType("paired.utils")
+    utils.set_decoder_norm_to_unit_norm = None  # type: ignore
+    sys.modules["paired.utils"] = utils
+    return checked_out(folder / "dictionary.py", "paired.dictionary")
+
+
+def saved_crosscoder(folder: Path, made: Any, **trainer: Any) -> Made:
+    """Save it to `ae.pt` with its trainer's settings, or as the Hub has it without any."""
+    loader = type(made).from_pretrained
+    if trainer:
+        about = {"dict_class": type(made).__name__, "activation_dim": WIDTH, "layer": 1,
+                 "dict_size": LATENTS, "num_layers": 2, **trainer}  # fmt: skip
+        (folder / "config.json").write_text(json.dumps({"trainer": about}, indent=1))
+        torch.save(made.state_dict(), folder / "ae.pt")
+        loaded = loader(str(folder / "ae.pt"))
+    else:
+        made.save_pretrained(folder)
+        (folder / "README.md").unlink()
+        loaded = loader(str(folder), from_hub=True)
+    x = rows().reshape(ROWS // 2, 2, WIDTH) * 1.5
+    latents = loaded.encode(x)
+    return x.flatten(1), latents, loaded.decode(latents).flatten(1)
+
+
+def randomized_crosscoder(made: Any) -> Any:
+    for name in ("encoder.weight", "encoder.bias", "decoder.weight", "decoder.bias"):
+        made.state_dict()[name].copy_(torch.randn(made.state_dict()[name].shape) * 0.3)
+    return made
+
+
+if CROSSCODERS.is_dir():
+    paired = paired_dictionaries()
+
+    @kind
+    def crosscoder(folder: Path) -> Made:
+        return saved_crosscoder(
+            folder, randomized_crosscoder(paired.CrossCoder(WIDTH, LATENTS, 2, target_rms=1.0))
+        )
+
+    @kind
+    def crosscoder_batchtopk(folder: Path) -> Made:
+        made = paired.BatchTopKCrossCoder(
+            WIDTH, LATENTS, 2, k=K, activation_mean=torch.randn(2, WIDTH), target_rms=2.0,
+            activation_std=torch.rand(2, WIDTH) + 0.5, code_normalization="MIXED",
+        )  # fmt: skip
+        randomized_crosscoder(made).state_dict()["threshold"].fill_(0.9)
+        return saved_crosscoder(folder, made)
+
+    @kind
+    def crosscoder_trained(folder: Path) -> Made:
+        made = paired.BatchTopKCrossCoder(WIDTH, LATENTS, 2, k=K)
+        randomized_crosscoder(made).state_dict()["threshold"].fill_(3.0)
+        return saved_crosscoder(folder, made, code_normalization="CROSSCODER", k=K)
+
+    @kind
+    def crosscoder_kissane(folder: Path) -> Made:
+        names = {"torch": torch, "einops": importlib.import_module("einops"), "json": json}
+        sys.modules["utils"] = types.ModuleType("utils")
+        vars(sys.modules["utils"]).update(names, Path=Path)
+        published = checked_out(CROSSCODERS / "kissane" / "crosscoder.py", "kissane")
+        about = {"d_in": WIDTH, "dict_size": LATENTS, "enc_dtype": "fp32", "seed": 0,
+                 "dec_init_norm": 0.08, "device": "cpu",
+                 "hook_point": "blocks.1.hook_resid_pre"}  # fmt: skip
+        (folder / "cfg.json").write_text(json.dumps(about, indent=1))
+        torch.save(randomized(published.CrossCoder(about)).state_dict(), folder / "cc_weights.pt")
+        published.hf_hub_download = lambda repo_id, filename: str(folder / Path(filename).name)
+        loaded = published.CrossCoder.load_from_hf()
+        x = rows().reshape(ROWS // 2, 2, WIDTH)
+        latents = loaded.encode(x)
+        return x.flatten(1), latents, loaded.decode(latents).flatten(1)
 
 
 def main(to: Path) -> None:

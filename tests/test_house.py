@@ -57,6 +57,7 @@ EXEMPT = {
         f"models/files/encoders/{name}.py": "models/files/encoders/test_layouts.py"
         for name in (
             "circuit_tracer",
+            "crosscoders",
             "dictionary_learning",
             "llama_scope",
             "qwen_scope",

@@ -16,6 +16,7 @@ VERBS = {
     "make a dataset": [
         "extract",
         "ingest",
+        "encode",
         "plan",
         "rollouts",
         "lens",

@@ -84,12 +84,13 @@ class Scratch:
     @classmethod
     def make(cls, folder: Path, model: Path, made: Path, patch: pytest.MonkeyPatch) -> "Scratch":
         """Make every file that pages assume; `made`: the datasets of `write_datasets`."""
-        for name in ("M", "DIR", "Qwen2.5-0.5B", "gemma-2-2b"):
+        for name in ("M", "DIR", "Qwen2.5-0.5B", "gemma-2-2b", "gemma-2-2b-it"):
             (folder / name).symlink_to(model)
         config = Path(__file__).parents[1] / "fixtures/configs/Qwen2.5-7B.json"
         (folder / "Qwen2.5-7B").mkdir()
         shutil.copy(config, folder / "Qwen2.5-7B/config.json")
         shutil.copytree(made / _SAE, folder / _SAE)
+        saes.write_crosscoder(folder / "gemma-2-2b-crosscoder-l13")
         # What examples/train_sae.py writes, for the demo model.
         saes.write_sae(folder / "sae", "topk", width=576, latents=64)
         (folder / "hosts").write_text("host-0\nhost-1\nhost-2\nhost-3\n")

@@ -89,6 +89,21 @@ def plain_encode(
     return found
 
 
+def write_crosscoder(folder: Path, latents: int = 80) -> Path:
+    """Write a crosscoder of two models, as dictionary_learning publishes one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    shapes = {
+        "encoder.weight": (2, WIDTH, latents), "encoder.bias": (latents,),
+        "decoder.weight": (2, latents, WIDTH), "decoder.bias": (2, WIDTH),
+    }  # fmt: skip
+    tensors = {n: rng.standard_normal(s).astype(np.float32) * 0.3 for n, s in shapes.items()}
+    write_tensors(folder / "model.safetensors", tensors)
+    config = {"activation_dim": WIDTH, "dict_size": latents, "encoder_layers": None}
+    (folder / "config.json").write_text(json.dumps({**config, "num_layers": 2}))
+    return folder
+
+
 def write_transcoders(folder: Path, layers: range, hook: str = "mlp.hook_in") -> Path:
     """Write a JumpReLU transcoder with a skip for each layer; its seed is the layer's number."""
     folder.mkdir(parents=True, exist_ok=True)

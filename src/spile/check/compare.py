@@ -194,6 +194,10 @@ def check(
             f"{out}: a function of your own changes its values, and check runs only the built-in "
             "changes of --splice"
         )
+    if stored.recipe.is_crosscoded:
+        raise ConfigError(
+            f"{out}: its latents were encoded from the rows of other datasets; check those"
+        )
     references = dict[str, References]()
     found: list[CheckReport] = []
     for each in (ledger, *(found.ledger for found in live_passes(ledger))):

@@ -14,6 +14,7 @@ from spile import __version__
 from spile.cli import (
     dataset,
     doctor,
+    encode,
     extract,
     features,
     ingest,
@@ -34,6 +35,7 @@ _VERBS = {  # as `spile --help` lists them
     "make a dataset": (
         extract.add_extract,
         ingest.add_ingest,
+        encode.add_encode,
         plan.add_plan,
         rollouts.add_rollouts,
         lens.add_lens,

@@ -30,6 +30,7 @@ OF_A_PASS = (
     "baseline", "compute_dtype", "store_dtype",
 )  # fmt: skip
 TOPS = (*LARGEST,)  # how many values taps keep that keep the largest
+CROSSCODER = "crosscoder "  # how the identity of an encoder of several datasets' rows begins
 # Fields that are left out of a stored recipe if nothing is given: so fingerprints stay as they were
 # before there were any.
 _OPTIONAL = (
@@ -137,6 +138,11 @@ class ResolvedRecipe:
     def table_columns(self) -> tuple[str, ...]:
         """The columns of the documents table after its own: those kept, and of disagreement."""
         return (*self.keep, *(DISAGREEMENT_COLUMNS if self.compares else ()))
+
+    @property
+    def is_crosscoded(self) -> bool:
+        """Whether its latents were encoded from the rows of several datasets."""
+        return any(each.startswith(CROSSCODER) for each in self.encode.values())
 
     @property
     def reads_all(self) -> bool:

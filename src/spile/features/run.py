@@ -291,6 +291,9 @@ class FeatureJob:
             InputError: if one of them is not where it was.
         """
         recipe = self.dataset.recipe_of(self.spec.stored[0])
+        if recipe.is_crosscoded:
+            self.note = "no logits: a crosscoder's latents write to several models"
+            return None
         model = self.request.model or recipe.model_source
         arch = read_arch(model)
         sae, where = None, self.tap

@@ -209,11 +209,16 @@ def resolve(
 
 
 def refuse_ingested(table: Table | None, told: str) -> None:
-    """Refuse a dataset whose rows another engine made: no run can make more of them.
+    """Refuse a dataset whose rows no run of the model has made: none can make more of them.
 
     Args:
         told: names the dataset in the message.
     """
+    if table is not None and table.recipe.is_crosscoded:
+        raise ConfigError(
+            f"{told}: its latents were encoded from the rows of other datasets; `spile encode` "
+            "makes such datasets"
+        )
     if table is not None and table.recipe.rows_by is not None:
         raise ConfigError(
             f"{told}: its rows were made by {fmt.shown(table.recipe.rows_by)} and ingested, and "

@@ -80,6 +80,11 @@ def _make_again(making: Repair, source: Objects | None, run: Callable[..., objec
     url, table, made_by = making.objects.url, making.table, making.made_by()
     if not making.units and {fmt.MODEL, fmt.SCALES}.isdisjoint(making.beside):
         return
+    if table.recipe.is_crosscoded:
+        raise ConfigError(
+            f"{url}: its latents were encoded from the rows of other datasets; remove it (`spile "
+            "rm`), and run `spile encode` again"
+        )
     if table.shuffled:
         raise ConfigError(
             f"{url}: no single unit of a shuffled dataset can be made again, since its "

@@ -248,9 +248,13 @@ class NewDataset:
             raise self.other_dataset_error()
         return units
 
-    def begin(self, source: Objects, records: FinishedRecords) -> None:
-        """Copy the records beside the units, and the tokenizer."""
-        if not copy_records(source, records, self.objects):
+    def begin(self, source: Objects, records: FinishedRecords, *, scales: bool = True) -> None:
+        """Copy the records beside the units, and the tokenizer.
+
+        Args:
+            scales: whether the rows are stored with the source's scales.
+        """
+        if not copy_records(source, records, self.objects, scales=scales):
             raise self.other_dataset_error()
 
     def made_from(self, unit: int) -> str:
@@ -370,18 +374,21 @@ def refuse_if_too_large(dest: Objects, table: Table, rows: int) -> None:
         )
 
 
-def copy_records(source: Objects, records: FinishedRecords, dest: Objects) -> bool:
+def copy_records(
+    source: Objects, records: FinishedRecords, dest: Objects, *, scales: bool = True
+) -> bool:
     """Copy the tokenizer and the records beside the units, which also hold for the copy.
 
     Args:
         records: the done records of the source.
+        scales: whether to copy those of channels.
 
     Returns:
         False if other records exist there.
     """
-    weights, scales = records.weights(), records.scales()
+    weights, of_channels = records.weights(), records.scales() if scales else {}
     found = {} if weights is None else {fmt.MODEL: ("model", {"tensors": weights})}
-    found |= {fmt.SCALES: ("scales", scales_to_json(scales))} if scales else {}
+    found |= {fmt.SCALES: ("scales", scales_to_json(of_channels))} if of_channels else {}
     for key, (kind, body) in found.items():
         data = fmt.encode_record(kind, body)
         if not dest.create(key, data) and dest.get(key) != data:

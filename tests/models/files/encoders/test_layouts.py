@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from spile.core.errors import InputError
+from spile.core.recipe import CROSSCODER
 from spile.models.files import encoders
 from spile.models.files.encoders import LAYOUTS, find_layout, open_sae
 from spile.models.files.encoders.arithmetic import latents_of, reconstruction
@@ -32,6 +33,10 @@ INSIDE = {
 _MLP = ("mlp.hook_in", "hook_mlp_out")
 _STREAM = ("hook_resid_post", None)
 HOOKS = {
+    "crosscoder": (None, None),
+    "crosscoder_batchtopk": (None, None),
+    "crosscoder_kissane": ("hook_resid_pre", None),
+    "crosscoder_trained": (None, None),
     "circuit_tracer_clt": ("hook_resid_mid", "hook_mlp_out"),
     "circuit_tracer_relu": _MLP,
     "circuit_tracer_skip": _MLP,
@@ -48,6 +53,11 @@ CROSS_LAYER = ("circuit_tracer_clt", "gemma_scope_2_clt")
 
 def where(name: str) -> str:
     return str(FIXTURES / name / INSIDE.get(name, ""))
+
+
+def opened(name: str, place: str | None = None, *, decodes: bool = False) -> Sae:
+    sides = 2 if name.startswith("crosscoder") else 1
+    return open_sae(place or where(name), layer=1, decodes=decodes, sides=sides)
 
 
 def wanted(name: str) -> dict[str, np.ndarray]:
@@ -68,7 +78,7 @@ def test_every_layout_has_a_fixture() -> None:
 
 @pytest.mark.parametrize("name", [name for name in FOLDERS if name not in CROSS_LAYER])
 def test_latents_and_reconstructions_are_the_projects_own(name: str) -> None:
-    sae, expected = open_sae(where(name), layer=1, decodes=True), wanted(name)
+    sae, expected = opened(name, decodes=True), wanted(name)
     arrays, digests = load_arrays(sae)
     found = latents_of(sae, arrays, expected["rows"], np, np.matmul, kth_largest)
     np.testing.assert_array_equal(found != 0, expected["latents"] != 0)
@@ -77,12 +87,18 @@ def test_latents_and_reconstructions_are_the_projects_own(name: str) -> None:
     np.testing.assert_allclose(made, expected["decoded"], atol=2e-5)
     assert digests.keys() == sae.tensors().keys()
     # The latents alone need no decoder, unless its norms scale them.
-    alone = open_sae(where(name), layer=1)
-    assert ("W_dec" in alone.tensors()) == alone.rescales
+    alone = opened(name)
+    assert ("W_dec" in alone.tensors()) == (alone.rescales or alone.norms is not None)
     np.testing.assert_array_equal(latents(alone, expected["rows"]), found)
     block = "blocks.1."
     hooks = HOOKS.get(name, _STREAM)
     assert (sae.hook, sae.writes) == tuple(hook and block + hook for hook in hooks)
+    if sae.sides > 1:
+        with pytest.raises(InputError, match="is a crosscoder of 2 models; make a dataset of each"):
+            open_sae(where(name))
+        with pytest.raises(InputError, match="is a crosscoder of 2 models, not 3"):
+            open_sae(where(name), sides=3)
+        assert sae.identity().startswith(CROSSCODER)
 
 
 @pytest.mark.parametrize("name", CROSS_LAYER)
@@ -107,12 +123,12 @@ def test_latents_of_every_layer_of_a_cross_layer_transcoder(name: str) -> None:
 def test_encoders_behind_a_url_are_those_of_the_disk(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local = open_sae(where(name), layer=1)
+    local = opened(name)
     objects = MemoryObjects()
     for path in (path for path in (FIXTURES / name).rglob("*") if path.is_file()):
         objects.create(path.relative_to(FIXTURES).as_posix(), path.read_bytes())
     monkeypatch.setattr(encoders, "path_of", lambda key: RemotePath(objects, key))
-    remote = open_sae(str(Path(name, INSIDE.get(name, ""))), layer=1)
+    remote = opened(name, str(Path(name, INSIDE.get(name, ""))))
     assert remote.identity() == local.identity() and remote.hook == local.hook
     here, there = load_arrays(local), load_arrays(remote)
     assert here[1] == there[1]
@@ -169,6 +185,13 @@ def test_a_transcoder_of_llama_scope_has_two_scales(tmp_path: Path) -> None:
         ("sparsify", "cfg.json", {"twist": 1}, "unknown key 'twist'"),
         ("dictionary_learning_topk", "config.json", {"trainer": {}}, "dict_class is None; known:"),
         ("dictionary_learning_topk", "config.json", {"trainer": 3}, "dict_class is None; known:"),
+        (
+            "crosscoder",
+            "config.json",
+            {"encoder_layers": [0]},
+            "encoder_layers is .0.; known: null",
+        ),
+        ("crosscoder_batchtopk", "config.json", {"latent_processor": "f"}, "latent_processor is f"),
         ("gemma_scope_2", "config.json", {"architecture": "topk"}, "'topk'; known: jump_relu"),
         ("saelens_transcoder", "cfg.json", {"d_out": "8"}, "d_out is 8; known: a number"),
         (

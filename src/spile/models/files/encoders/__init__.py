@@ -11,6 +11,7 @@ from pathlib import Path
 from spile.core.errors import InputError
 from spile.models.files.encoders import (
     circuit_tracer,
+    crosscoders,
     dictionary_learning,
     gemma_scope,
     llama_scope,
@@ -50,6 +51,7 @@ class EncoderLayout:
 
 
 LAYOUTS = (  # the first whose file is there
+    EncoderLayout("Kissane et al.", crosscoders.WEIGHTS, crosscoders.read_kissane),
     EncoderLayout("sparsify", sparsify.FILE, sparsify.read_sparsify),
     EncoderLayout("SAELens", saelens.CONFIG, saelens.read_saelens),
     EncoderLayout("Gemma Scope", gemma_scope.NPZ, gemma_scope.read_gemma_scope),
@@ -66,6 +68,9 @@ LAYOUTS = (  # the first whose file is there
     ),
     EncoderLayout(
         "circuit-tracer", circuit_tracer.CROSS_LAYER, circuit_tracer.read_cross_layer
+    ),
+    EncoderLayout(
+        "dictionary_learning", crosscoders.PUBLISHED, crosscoders.read_published_crosscoder
     ),
 )  # fmt: skip
 
@@ -105,7 +110,12 @@ def find_layout(where: AnyPath) -> FoundEncoders | None:
 
 
 def open_sae(
-    where: str, *, layer: int | None = None, flag: str = "--encode", decodes: bool = False
+    where: str,
+    *,
+    layer: int | None = None,
+    flag: str = "--encode",
+    decodes: bool = False,
+    sides: int = 1,
 ) -> Sae:
     """Open an encoder by its directory, file or URL; check its settings and its tensors' shapes.
 
@@ -113,6 +123,7 @@ def open_sae(
         layer: of the tap, if the directory has an encoder for each layer.
         flag: the one that names it, for errors.
         decodes: whether its decoder is needed, too.
+        sides: how many models' rows it must read.
     """
     path = path_of(where)
     found = find_layout(path)
@@ -129,6 +140,17 @@ def open_sae(
             asked = "is of no layer" if layer is None else f"is of layer {layer}"
             raise InputError(f"{flag} {where}: has encoders of layers {layers}; the tap {asked}")
         sae = found.layout.read(found.folder, chosen)
+    if sae.sides != sides:
+        told = f"{flag} {where}: is a crosscoder of {sae.sides} models"
+        if sides == 1:
+            raise InputError(
+                f"{told}; make a dataset of each model by `spile extract --like`, then run `spile "
+                "encode` on them"
+            )
+        raise InputError(
+            f"{told}, not {sides}" if sae.sides > 1 else f"{flag} {where}: reads one model; give "
+            "it to `spile extract --encode`"
+        )  # fmt: skip
     if sae.hook and sae.hook.endswith(_UNGAINED):
         hook = f"{sae.hook.removesuffix(_UNGAINED)}mlp.hook_in"
         sae = replace(sae, hook=hook, ungained=True)

@@ -24,6 +24,8 @@ def activations(
         xp: numpy or jax.numpy, matching the arrays.
         product: multiplies two matrices, in float32.
     """
+    if sae.centres:
+        rows = rows - arrays["mean"]
     if sae.scale != 1.0:
         rows = rows * sae.scale
     if sae.normalize == "layer_norm":
@@ -97,6 +99,8 @@ def decoded(
         made = made + product(rows, arrays["W_skip"])
     if sae.output_scale != 1.0:
         made = made / sae.output_scale
+    if sae.centres:
+        made = made + arrays["mean"]
     if sae.normalize == "layer_norm":
         mean = rows.mean(axis=-1, keepdims=True)
         squares = xp.square(rows - mean).sum(axis=-1, keepdims=True)

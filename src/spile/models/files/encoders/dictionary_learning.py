@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spile.core.bounded_json import Json
+from spile.models.files.encoders.crosscoders import CLASSES, read_crosscoder
 from spile.models.files.encoders.sae import Sae, is_size, stored_tensors
 from spile.models.files.encoders.settings import SaeSettings
 from spile.objects.paths import AnyPath, read_json
@@ -38,8 +39,10 @@ def read_dictionary_learning(folder: AnyPath) -> Sae:
     trainer: Json = read_json(path).get("trainer")
     config = SaeSettings(f"{path}: trainer", trainer if isinstance(trainer, dict) else {})
     kind = config.take("dict_class", None)
+    if kind in CLASSES:
+        return read_crosscoder(folder, file, config)
     if not isinstance(kind, str) or kind not in _CLASSES:
-        config.refuse("dict_class", kind, ", ".join(_CLASSES))
+        config.refuse("dict_class", kind, ", ".join((*_CLASSES, *CLASSES)))
     architecture, settings, names = _CLASSES[kind]
     width, latents = config.take("activation_dim", None), config.take("dict_size", None)
     if not is_size(width) or not is_size(latents):

@@ -7,6 +7,7 @@ from typing import Any
 import xxhash
 
 from spile.core.config import ALL_LATENTS, canonical_json
+from spile.core.recipe import CROSSCODER
 from spile.objects.paths import AnyPath
 
 # The tensors of each kind of encoder; a letter is an axis: width, latents, or output.
@@ -35,6 +36,9 @@ class StoredTensor:
     turned: bool = False  # stored transposed, as torch.nn.Linear does
     repeated: bool = False  # one number stands for all
     logarithm: bool = False  # its logarithm is stored
+    # As it is stored, if it has an axis of sides, which is the first one or the second.
+    shape: tuple[int, ...] = ()
+    side: int = 0
 
 
 def stored_tensors(file: AnyPath, names: Mapping[str, str]) -> dict[str, StoredTensor]:
@@ -74,6 +78,11 @@ class Sae:
     target: int | None = None  # of a transcoder: values in such a row
     skips: bool = False  # whether a matrix of its input is added to its output
     crosses: bool = False  # whether it is a layer of a cross-layer transcoder
+    sides: int = 1  # of a crosscoder: a row is one row of each side, one after another
+    centres: bool = False  # whether it subtracts a mean from its input, before scaling it
+    # Of a crosscoder with a threshold: what that is compared with is a latent times this much of
+    # its decoder row's norm, and this much of the sum of that row's norms by side.
+    norms: tuple[float, float] | None = None
     threshold: float | None = None  # of all latents, if it is no tensor
     scale: float = 1.0  # of its input, before anything else
     output_scale: float = 1.0  # by which its output is divided, after everything else
@@ -97,8 +106,10 @@ class Sae:
             del axes["threshold"]
         if self.subtracts or self.decodes:
             axes["b_dec"] = "o"
-        if self.rescales or self.decodes:
+        if self.rescales or self.decodes or self.norms is not None:
             axes["W_dec"] = "lo"
+        if self.centres:
+            axes["mean"] = "w"
         if self.skips and self.decodes:
             axes["W_skip"] = "wo"
         return {name: tuple(sizes[axis] for axis in each) for name, each in axes.items()}
@@ -118,14 +129,18 @@ class Sae:
     def arithmetic(self) -> dict[str, Any]:
         """The settings, beside the tensors, that its latents depend on."""
         names = ("architecture", "width", "latents", "k", "normalize", "subtracts", "rescales")
-        unless = {"threshold": None, "scale": 1.0, "output_scale": 1.0, "ungained": False}
+        unless = {
+            "threshold": None, "scale": 1.0, "output_scale": 1.0, "ungained": False, "sides": 1,
+            "centres": False, "norms": None,
+        }  # fmt: skip
         more = {n: value for n, usual in unless.items() if (value := getattr(self, n)) != usual}
         return {name: getattr(self, name) for name in names} | more
 
     def identity(self) -> str:
         """What it is, without its name: its arithmetic and sampled blocks of its tensors."""
         digest = xxhash.xxh3_128_hexdigest(canonical_json(self.arithmetic()))
-        return f"{self.architecture} {self.latents} {digest}-{self.sampled}"
+        kind = self.architecture if self.sides == 1 else f"{CROSSCODER}{self.architecture}"
+        return f"{kind} {self.latents} {digest}-{self.sampled}"
 
 
 @dataclass(frozen=True)

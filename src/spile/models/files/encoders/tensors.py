@@ -6,7 +6,7 @@ import math
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +49,12 @@ def tensor_shapes(file: AnyPath, folder: AnyPath) -> dict[str, tuple[int, ...]]:
         return {_named(name): tensor.shape for name, tensor in found.items()}
 
 
+def small_tensors(file: AnyPath, folder: AnyPath, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Read those of some tensors that are there, of any dtype."""
+    with _tensors(file, folder) as found:
+        return {name: np.array(found[name].read()) for name in names if name in found}
+
+
 def check_tensors(sae: Sae) -> None:
     """Raise with all faults of the needed tensors; others (of the decoder) may be present."""
     faults: list[str] = []
@@ -66,6 +72,7 @@ def check_tensors(sae: Sae) -> None:
                         f"{file}: {place.name} holds {tensor.dtype}, not {', '.join(_FLOATS)}"
                     )
                 stored = () if place.repeated else shape[::-1] if place.turned else shape
+                stored = place.shape or stored
                 if tensor.shape != stored:
                     faults.append(
                         f"{place.name} has shape {list(tensor.shape)}, expected {list(stored)}"
@@ -106,9 +113,22 @@ def load_arrays(sae: Sae) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         arrays |= {name: arrays[name] / gain for name in ("W_enc", "W_skip") if name in arrays}
     if sae.rescales:
         arrays["decoder_norm"] = np.linalg.norm(arrays["W_dec"], axis=1)
-        if not sae.decodes:
-            del arrays["W_dec"]
+    if sae.norms is not None:
+        arrays["threshold"] = _of_unscaled(arrays["threshold"], arrays["W_dec"], sae)
+    if not sae.decodes:
+        arrays.pop("W_dec", None)
     return arrays, digests
+
+
+def _of_unscaled(threshold: np.ndarray, decoder: np.ndarray, sae: Sae) -> np.ndarray:
+    """Return the thresholds of latents themselves, from those of latents times norms."""
+    assert sae.norms is not None
+    of_whole, of_sides = sae.norms
+    by_side = np.linalg.norm(decoder.reshape(sae.latents, sae.sides, -1), axis=2)
+    norms = of_whole * np.linalg.norm(by_side, axis=1) + of_sides * by_side.sum(axis=1)
+    never = np.where(threshold < 0, -np.inf, np.inf)  # a latent without norm times it is zero
+    found = np.divide(threshold, norms, out=never, where=norms > 0)
+    return found.astype(np.float32)
 
 
 def _as_used(stored: np.ndarray, place: StoredTensor, shape: tuple[int, ...]) -> np.ndarray:
@@ -116,6 +136,8 @@ def _as_used(stored: np.ndarray, place: StoredTensor, shape: tuple[int, ...]) ->
     wide = np.asarray(stored, np.float32)
     if place.logarithm:
         wide = np.exp(wide)
+    if place.shape:
+        return np.ascontiguousarray(np.moveaxis(wide, 0, place.side)).reshape(shape)
     if place.repeated:
         return np.full(shape, wide)
     return np.ascontiguousarray(wide.T) if place.turned else wide
