@@ -62,6 +62,7 @@ OTHER: dict[str, Any] = {
     "objective_source": "logprob",
     "baseline": "mean b4",
     "baseline_source": "means/b",
+    "steps": 5,
     "lens": "b3",
     "lens_source": "lenses/b",
     "splice_source": "zero:z.1",

@@ -1,4 +1,7 @@
-"""`--baseline`: attributions are gradients times values less a mean, or another dataset's rows."""
+"""`--baseline`: attributions are gradients times values less a mean, or another dataset's rows.
+
+`--steps`: the gradients are means over the path from there.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -8,10 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import spile
 from chaos.harness import check_sound
 from spile.check.compare import check
+from spile.check.hf_gradients import gradients, logprob
+from spile.check.reference import Reference
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError, DriftError, SpileError
 
@@ -175,3 +182,90 @@ def test_documents_of_other_lengths_are_refused_by_name(
     few = made(recipe, tmp_path / "few", corpus=write(tmp_path / "few.parquet", 1), every=2)
     with pytest.raises(SpileError, match="document 0 has no row of token 1 there"):
         made(recipe, tmp_path / "out", taps=ATTRIBUTIONS, baseline=few.url)
+
+
+# -- integrated gradients --------------------------------------------------------------------------
+
+# Of one head of a site, the path is that of all heads.
+_STEPPED = "z_attr:1.h2,mlp_out_attr:0,mlp_out_grad:0"
+
+
+def totals(ds: spile.Dataset, tap: str) -> np.ndarray:
+    """Return the sum of a tap's values over each document."""
+    return np.array([ds.document(doc).read(tap).sum() for doc in range(len(LENGTHS))])
+
+
+def test_attributions_on_a_path_add_up_to_the_objectives_difference(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    """Of each site by itself; the documents are packed together, and some are cut."""
+    ds = made(recipe, tmp_path / "out", taps="z_attr:1,mlp_out_attr:0,logprob", steps=16)
+    check_sound(tmp_path / "out")
+    here = totals(ds, "logprob")
+    for place in ("z.1", "mlp_out.0"):
+        zero = made(recipe, tmp_path / place, taps="logprob", splice=f"zero:{place}")
+        wanted = here - totals(zero, "logprob")
+        found = totals(ds, place.replace(".", "_attr."))
+        assert np.abs(found - wanted).max() < 1e-3 * np.abs(wanted).max(), place
+    assert ds.recipe.steps == 16
+    with pytest.raises(DriftError, match="steps: stored 16, now 3"):
+        spile.extract(Recipe(steps=3), ds.url)
+    with pytest.raises(ConfigError, match="--steps: integrated gradients need every block"):
+        stepped = dataclasses.replace(recipe, taps="z_attr:0", steps=2)
+        spile.extract(stepped, tmp_path / "streamed", spile.Runtime(weights="disk"))
+    with pytest.raises(ConfigError, match="--steps 2: no tap holds a gradient"):
+        made(recipe, tmp_path / "none", steps=2)
+
+
+@pytest.mark.full
+def test_the_path_begins_at_the_baseline(
+    recipe: Recipe, corrupted: spile.Dataset, tmp_path: Path
+) -> None:
+    """At another dataset's rows, or at the mean of all."""
+    model = spile.load_model(str(recipe.model), compute_dtype="float32")
+    options: dict[str, Any] = {"taps": "z_attr:0,logprob", "steps": 32}
+    rows = made(recipe, tmp_path / "rows", baseline=corrupted.url, **options)
+    for doc in (0, 3):
+        ids = rows.document(doc).index["token_id"].astype(np.int32)
+        own = corrupted.document(doc).read("z.0")[None]
+        after = np.asarray(model([ids], "logprob", splice={"z.0": spile.replaced(own)})["logprob"])
+        wanted = rows.document(doc).read("logprob").sum() - after.sum()
+        found = rows.document(doc).read("z_attr.0").sum()
+        assert abs(found - wanted) < 1e-3 * abs(wanted)
+    values = made(recipe, tmp_path / "values", taps="mlp_out:0")
+    means = made(recipe, tmp_path / "means", taps="mlp_out:0", store_dtype=None, reduce="mean")
+    options["taps"] = "mlp_out_attr:0,logprob"
+    mean = made(recipe, tmp_path / "mean", baseline=means.url, **options)
+    splice = f"mean:mlp_out.0={values.url}"
+    spliced = made(recipe, tmp_path / "spliced", taps="logprob", splice=splice)
+    wanted = totals(mean, "logprob") - totals(spliced, "logprob")
+    found = totals(mean, "mlp_out_attr.0")
+    assert np.abs(found - wanted).max() < 1e-3 * np.abs(wanted).max()
+
+
+@pytest.mark.full
+def test_gradients_on_a_path_are_those_of_its_points(recipe: Recipe, tmp_path: Path) -> None:
+    """One step is the gradient halfway; heads share the path of their layer."""
+    ds = made(recipe, tmp_path / "out", taps=_STEPPED, steps=1, where="pos >= 2")
+    whole = made(recipe, tmp_path / "whole", taps="z_attr:1,mlp_out:0", steps=1)
+    model = AutoModelForCausalLM.from_pretrained(str(recipe.model), dtype=torch.float32)
+    module = model.model.layers[0].mlp
+    points = [p for p in Reference(model).points if p.name == "mlp_out.0"]
+    half = module.register_forward_hook(lambda module, args, out: out / 2)
+    for doc in (0, 4):
+        document, kept = ds.document(doc), ds.document(doc).index["offset"]
+        ids = torch.tensor(whole.document(doc).index["token_id"].astype(np.int64))
+        # (It is watched before the hook halves it.)
+        truth = 2 * gradients(model, points, ids, logprob)["mlp_out.0"][kept]
+        found = document.read("mlp_out_grad.0")
+        assert np.abs(found - truth).max() < TOLERANCE * np.abs(truth).max()
+        product = (found * whole.document(doc).read("mlp_out.0")[kept]).sum(axis=1)
+        np.testing.assert_allclose(document.read("mlp_out_attr.0"), product, atol=1e-5)
+        heads = whole.document(doc).read("z_attr.1")[kept]
+        np.testing.assert_allclose(document.read("z_attr.1.h2"), heads[:, [2]], atol=1e-5)
+    half.remove()
+    report = check(whole.url, samples=2)
+    assert report.ok
+    assert {*report.taps} == {"mlp_out.0"}
+    with pytest.raises(ConfigError, match="integrated gradients.* nothing else to check"):
+        check(ds.url, samples=2)

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from spile.check.backward import checkable
 from spile.check.comparable import comparable, named_in
 from spile.check.disagreement import Disagreement, disagreement_of
 from spile.check.latent_rows import RowLatents, SparseTap
@@ -54,7 +55,6 @@ from spile.dataset.read.opening import open_dataset
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.passes import live_passes
 from spile.models.config.arch import Arch
-from spile.models.objectives import LOGPROB
 from spile.models.sites import LENSES
 from spile.models.splices import FUNCTION
 from spile.models.taps import Tap
@@ -200,20 +200,25 @@ def check(
         )
     references = dict[str, References]()
     found: list[CheckReport] = []
+    unchecked: list[str] = []
     for each in (ledger, *(found.ledger for found in live_passes(ledger))):
         moved = recipe or Recipe()
         if not each.table().recipe.encode:  # an encoder belongs to taps, and these have none
             moved = replace(moved, encode=None)
         table = each.table()
-        if table.recipe.objective not in (None, LOGPROB):
-            raise ConfigError(
-                f"{out}: check recomputes gradients of {LOGPROB} alone, and these are of "
-                f"{fmt.shown(table.recipe.objective)}"
-            )
+        taps, left_out = checkable(table.recipe)
+        if left_out:
+            _log.warning("%s", left_out)
+            unchecked.append(left_out)
+        if not taps:
+            continue
         ingested = table.recipe.rows_by is not None
         job = stored_job(moved, table, out) if ingested else resolve(moved, each, "cpu")
+        job = replace(job, recipe=replace(job.recipe, taps=taps))
         report = _check_taps(out, job, samples, references)
         found += [report] if report else []
+    if not found and unchecked:
+        raise ConfigError(f"{out}: {unchecked[0]}, and there is nothing else to check")
     if not found:
         raise StoreError(f"{out}: no unit is done yet, there is nothing to check")
     stored_rows = open_dataset(out, partial=True)

@@ -187,6 +187,9 @@ class Reference:
         _forget_longer_contexts(self._rotary)
         if made := {name for name in sites or () if _is_gradient(name)}:
             sites = {*(sites or ())} - made
+            if replaced or self._float8:
+                how = "with values replaced" if replaced else "of products in 8 bits"
+                raise InputError(f"check cannot recompute gradients {how}")
             found |= self._backward(token_ids, ids, made, noise, baseline or {})
             if not sites:
                 return found

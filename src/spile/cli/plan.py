@@ -14,7 +14,7 @@ from spile.cli.extract import COMMON_FLAGS, add_recipe_flags, given
 from spile.cli.flags import Verbs, taps_help
 from spile.core.config import Recipe, Runtime, build
 from spile.core.errors import ConfigError
-from spile.core.humanize import lasting, size
+from spile.core.humanize import lasting, plural, size
 from spile.core.options import listed
 from spile.core.pool import is_reduced
 from spile.models.config.kernel_choice import (
@@ -352,6 +352,12 @@ def _backward(recipe: Mapping[str, Any], cost: "Estimate") -> list[tuple[str, st
     if cost.recomputes is None:
         return []
     kept = "each block is computed again" if cost.recomputes else "blocks keep what it needs"
+    if recipe.get("steps"):
+        from spile.models.taps import Tap, sites_on_paths
+
+        sites = plural(len(sites_on_paths(map(Tap.from_name, recipe["taps"]))), "site")
+        told = f"{recipe['steps']} for each of {sites}, of {recipe['objective']}; {kept}"
+        return [("backward passes", told)]
     return [("backward pass", f"of {recipe['objective']}; {kept}")]
 
 

@@ -145,6 +145,10 @@ class Recipe(Options):
         "as long as these (such as corrupted prompts); or a dataset of --reduce, by its means: "
         "DATASET:LABEL if it has several [zero]"
     )
+    steps: int | None = count(
+        "integrated gradients: SITE_grad and SITE_attr take the mean gradient at N points on the "
+        "straight path from the baseline to a site's values, one site at a time"
+    )
     lens: str | None = option(
         "directory of a lens (spile lens fit, tuned-lens or jacobian-lens), whose most likely next "
         "tokens --taps lens_top:LAYERS stores; --top-logits says how many"

@@ -318,6 +318,18 @@ def computed_as(tap: Tap) -> Tap:
     return Tap("resid_post", tap.layer - 1) if tap.site == "resid_pre" and tap.layer else tap
 
 
+def sites_on_paths(taps: Iterable[Tap]) -> dict[Tap, list[Tap]]:
+    """Return the places whose values integrated gradients change, each with its taps.
+
+    One place at a time is changed, with all of its heads.
+    """
+    found: dict[Tap, list[Tap]] = {}
+    for tap in taps:
+        if tap.kind.of:
+            found.setdefault(replace(computed_as(tap.source), heads=()), []).append(tap)
+    return found
+
+
 def _in_order(taps: Iterable[Tap]) -> tuple[Tap, ...]:
     return tuple(map(Tap.from_name, sorted_taps(tap.name for tap in taps)))
 

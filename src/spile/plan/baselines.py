@@ -172,17 +172,26 @@ def baseline_source(given: str | None, change: Callable[[str], str]) -> str | No
 
 
 def find_baseline(
-    given: str | None, taps: Sequence[Tap], checkpoint: Checkpoint, seq_len: int
+    given: str | None,
+    taps: Sequence[Tap],
+    checkpoint: Checkpoint,
+    seq_len: int,
+    steps: int | None,
 ) -> Baseline | None:
     """Return the baseline of a recipe; None if it is zero. Opens its dataset.
+
+    Args:
+        steps: points on the path from the baseline, if gradients are integrated.
 
     Raises:
         ConfigError: if no tap is compared with it, or the dataset does not fit.
     """
+    if steps and not any(tap.kind.of for tap in taps):
+        raise ConfigError(f"--steps {steps}: no tap holds a gradient; add e.g. resid_post_attr:4")
     if given is None:
         return None
-    summed = (tap.source for tap in taps if tap.kind.summed)
-    wanted = [*dict.fromkeys(replace(tap, heads=()) for tap in summed)]
+    made = (tap.source for tap in taps if tap.kind.summed or (steps and tap.kind.of))
+    wanted = [*dict.fromkeys(replace(tap, heads=()) for tap in made)]
     if not wanted:
         raise ConfigError(
             f"--baseline {given}: no tap holds an attribution; add e.g. resid_post_attr:4"

@@ -136,6 +136,11 @@ def _planned_residency(job: ExtractionJob, runtime: Runtime, machine: Machine) -
             f"{Pool.parse(job.recipe.pool or '').flag}: needs the values of two blocks at "
             "once, and blocks are streamed; leave --weights out, or use more devices"
         )
+    if found.streams and job.recipe.steps:
+        raise ConfigError(
+            f"--steps: integrated gradients need every block on the device, and here {found}; "
+            "leave --weights out, or use more devices"
+        )
     if found.streams and job.objective:
         if not goes_back(job):
             raise ConfigError(
@@ -221,6 +226,7 @@ def step_of(job: ExtractionJob, rows: int, platform: str, cuts: Cuts) -> Workloa
         other=job.beside,
         objective=job.objective,
         compared=job.baseline.width if job.baseline else 0,
+        steps=recipe.steps or 0,
     )
 
 

@@ -45,7 +45,7 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
     # Options that are not given come from the dataset, except those that belong to taps.
     of_taps = (
         "encode_source", "latents", "lens", "lens_source", "objective", "objective_source",
-        "baseline", "baseline_source",
+        "baseline", "baseline_source", "steps",
     )  # fmt: skip
     none = dict.fromkeys((*of_taps, *TOPS))
     stored = dataclasses.replace(table.recipe, encode={}, encode_error=False, **none)
@@ -70,7 +70,7 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
     compute_dtype = asked.compute_dtype or table.recipe.compute_dtype
     objective = find_objective(asked.objective, taps, checkpoint.arch, compute_dtype)
     lens = find_lens(asked, taps, checkpoint.arch)
-    baseline = find_baseline(asked.baseline, taps, checkpoint, table.recipe.seq_len)
+    baseline = find_baseline(asked.baseline, taps, checkpoint, table.recipe.seq_len, asked.steps)
     settled = dataclasses.replace(
         table.recipe,
         model_source=lasting(asked.model),
@@ -87,6 +87,7 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
         objective_source=objective and objective_source(asked.objective or LOGPROB, lasting),
         baseline=baseline and baseline.identity,
         baseline_source=baseline and baseline_source(asked.baseline, lasting),
+        steps=asked.steps,
         compute_dtype=compute_dtype,
         store_dtype=asked.store_dtype or table.recipe.store_dtype,
     )

@@ -35,7 +35,7 @@ from spile.models.config.kernel_choice import no_gradient
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.encoders.sae import SparseEncoder
 from spile.models.objectives import LOGPROB, LOSS, answer_columns
-from spile.models.taps import Tap, tops_of
+from spile.models.taps import Tap, sites_on_paths, tops_of
 from spile.objects import exists, open_objects
 from spile.objects.hub.names import continued, newest, pinned
 from spile.objects.paths import AnyPath
@@ -72,8 +72,8 @@ _UNIT_TOKENS = 4_000_000  # on accelerators
 _UNITS_OF_COVARIANCES = 8
 # Options that need no default.
 _AS_GIVEN = (
-    "latents", "text_column", "tokens_column", "roles_column", "logprobs_column", "tokens_dtype",
-    "doc_separator", "messages",
+    "latents", "steps", "text_column", "tokens_column", "roles_column", "logprobs_column",
+    "tokens_dtype", "doc_separator", "messages",
     "prompt_column", "response_column", "prompt_prefix", "prompt_suffix", "system", "filter",
     "shuffle_docs", "fraction", "holdout", "min_tokens", "max_doc_tokens", "max_docs", "max_tokens",
 )  # fmt: skip
@@ -148,7 +148,7 @@ def resolve(
         lens_source=lasting(recipe.lens) if recipe.lens else None,
     )
     objective = find_objective(recipe.objective, taps, checkpoint.arch, compute)
-    baseline = find_baseline(recipe.baseline, taps, checkpoint, resolved.seq_len)
+    baseline = find_baseline(recipe.baseline, taps, checkpoint, resolved.seq_len, recipe.steps)
     if objective and (why := no_gradient(platform, checkpoint.arch, compute)):
         raise ConfigError(f"--taps: {why}")
     if objective and reduces(resolved.pool) == JACOBIAN:
@@ -366,7 +366,9 @@ def _alike(recipe: Recipe, like: ResolvedRecipe) -> Recipe:
     if recipe.taps is not None and recipe.lens is None:
         like = dataclasses.replace(like, lens_source=None)
     if recipe.taps is not None:
-        of_taps = (*TOPS, "objective", "objective_source", "baseline", "baseline_source")
+        of_taps = (
+            *TOPS, "objective", "objective_source", "baseline", "baseline_source", "steps"
+        )  # fmt: skip
         like = dataclasses.replace(like, **dict.fromkeys(of_taps))
     return dataclasses.replace(completed_recipe(recipe, like), **given)
 
@@ -457,6 +459,10 @@ def _settled(
         unit_tokens *= _UNITS_OF_COVARIANCES
     elif reduces(recipe.pool) == JACOBIAN:  # each of a target's channels takes a backward pass
         unit_tokens = max(seq_len, _UNITS_OF_COVARIANCES * unit_tokens // arch.width)
+    if recipe.steps:  # each site takes as many backward passes
+        unit_tokens = max(
+            seq_len, unit_tokens // (recipe.steps * max(1, len(sites_on_paths(taps))))
+        )
     given: dict[str, Any] = {name: getattr(recipe, name) for name in _AS_GIVEN}
     given |= tops_of(taps, arch, seq_len)
     return ResolvedRecipe(
@@ -509,8 +515,8 @@ def corpus_identity(
 def _refuse_drift(
     ledger: Ledger, stored: Table, now: ResolvedRecipe, files: list[CorpusFile]
 ) -> None:
-    later = ("pool", "roles_column", "logprobs_column", "objective", "baseline", "lens", *TOPS)
-    unsaid: dict[str, Any] = {"splice": [], "encode_error": False, **dict.fromkeys(later)}
+    later = ("pool", "roles_column", "logprobs_column", "objective", "baseline", "steps", "lens")
+    unsaid: dict[str, Any] = {"splice": [], "encode_error": False, **dict.fromkeys((*later, *TOPS))}
     old, new = unsaid | stored.whole_recipe.identity(), unsaid | now.identity()
     differences: dict[str, tuple[object, object]] = {}
     for name in old:

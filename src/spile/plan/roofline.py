@@ -28,7 +28,7 @@ from spile.models.layout import Cuts
 from spile.models.objectives import Objective
 from spile.models.sites import AFTER_BLOCKS, ALL_MIXERS, LENSES
 from spile.models.splices import Splice
-from spile.models.taps import Tap
+from spile.models.taps import Tap, sites_on_paths
 from spile.plan.chips import Chip
 
 MEMORY_SHARE = 0.9  # share of a device's memory that a step may fill, by our estimate
@@ -105,6 +105,7 @@ class Workload:
     objective: Objective | None = None  # what gradients are of, if some are tapped
     remat: bool = True  # then whether blocks are computed again, and keep nothing for it
     compared: int = 0  # values beside each token that attributions are differences from
+    steps: int = 0  # points on the path of integrated gradients
 
     @property
     def depth(self) -> int:
@@ -328,6 +329,13 @@ class Workload:
         return found
 
     @property
+    def passes_back(self) -> int:
+        """How often the model runs forward and back; 0 if there are no gradients."""
+        if not self.objective:
+            return 0
+        return self.steps * len(sites_on_paths(self.taps)) if self.steps else 1
+
+    @property
     def device_bytes(self) -> int:
         return self.weights + self.taps_bytes + self.temporaries + self.kept_for_backward
 
@@ -360,6 +368,7 @@ class Workload:
         total += sum(splice.flops for splice in self.splices)
         if self.pool == JACOBIAN and self.other:  # each channel takes a pass back
             total *= 1 + self.other.width(self.arch, self.seq_len)
+        total *= max(1, self.passes_back)
         read = self.arch.vocab_size // self._ways("vocab") + self.arch.width
         beside = self._encoding + (self._products if self.labels else 0)
         beside += len(self._lens_layers) * self.arch.width * read
@@ -410,6 +419,7 @@ class Workload:
         if self.objective:
             runs = 3 if self.remat else 2
             moved, passes = runs * moved + 2 * self.kept_for_backward, runs * passes
+            moved, passes = (each * self.passes_back for each in (moved, passes))
         return passes * weights + moved + 3 * self.taps_bytes
 
     def _blocks(self) -> Iterator[tuple[Layer, frozenset[str]]]:

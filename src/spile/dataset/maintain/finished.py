@@ -178,9 +178,9 @@ def with_taps(recipe: ResolvedRecipe, kept: Collection[str]) -> ResolvedRecipe:
     if sites.isdisjoint(OF_A_LENS):
         tops |= {"lens": None, "lens_source": None}
     made = {of_backward_pass(tap) for tap in taps}
-    if made <= {None}:
-        tops |= {"objective": None, "objective_source": None}
-    if "_attr" not in made:
+    if not made - {None}:
+        tops |= {"objective": None, "objective_source": None, "steps": None}
+    if "_attr" not in made and not (recipe.steps and made - {None}):
         tops |= {"baseline": None, "baseline_source": None}
     return replace(
         recipe,
@@ -206,13 +206,13 @@ def _one_recipe(url: str, recipes: Sequence[ResolvedRecipe]) -> ResolvedRecipe:
             if getattr(other, name) != getattr(encoded[0], name):
                 raise _two_recipes_error(url, name, encoded[0], other)
     tops: dict[str, Any] = {}
-    for name in (*TOPS, "lens", "objective", "baseline"):
+    for name in (*TOPS, "lens", "objective", "baseline", "steps"):
         sized = [recipe for recipe in (first, *others) if _applies(name, recipe)]
         for other in sized[1:]:
             if getattr(other, name) != getattr(sized[0], name):
                 raise _two_recipes_error(url, name, sized[0], other)
         tops[name] = getattr(sized[0], name) if sized else None
-        if name not in TOPS:
+        if name not in (*TOPS, "steps"):
             tops[f"{name}_source"] = getattr(sized[0], f"{name}_source") if sized else None
     return replace(
         first,
@@ -226,9 +226,12 @@ def _one_recipe(url: str, recipes: Sequence[ResolvedRecipe]) -> ResolvedRecipe:
 
 
 def _applies(name: str, recipe: ResolvedRecipe) -> bool:
-    """Return whether an option matters to a recipe's taps; no baseline is one, too: zero."""
+    """Return whether an option matters to a recipe's taps; None may, too."""
+    made = {*map(of_backward_pass, recipe.taps)}
+    if name == "steps":
+        return bool(made - {None})
     if name == "baseline":
-        return "_attr" in map(of_backward_pass, recipe.taps)
+        return "_attr" in made
     return getattr(recipe, name) is not None
 
 

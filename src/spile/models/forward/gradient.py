@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from spile.core.errors import InputError, SpileError
@@ -27,6 +28,7 @@ from spile.models.forward.decoder import Beside, Decoder, Inputs, SiteValues
 from spile.models.forward.forward_pass import at_columns
 from spile.models.forward.ops import Hidden
 from spile.models.forward.sharding import Shards
+from spile.models.forward.splice import Change
 from spile.models.forward.weights import LayerSchedule, Params, WeightArrays
 from spile.models.objectives import (
     DIRECTION,
@@ -110,6 +112,39 @@ def _own(objective: Objective, tap: str, values: Array, inputs: Inputs) -> Float
             f"{list(inputs.tokens.shape)}"
         )
     return jnp.sum(jnp.where(inputs.segments > 0, found.astype(jnp.float32), 0.0))
+
+
+def mean_gradients(steps: int, gradients: Callable[[Array], SiteValues]) -> SiteValues:
+    """Return the mean over a path in float32, by the rule of Gauss and Legendre.
+
+    Args:
+        gradients: at a share of the path, from 0 to 1.
+    """
+    places, weights = np.polynomial.legendre.leggauss(steps)
+    points = jnp.asarray((places + 1) / 2, jnp.float32), jnp.asarray(weights / 2, jnp.float32)
+
+    def add(total: SiteValues, point: tuple[Array, Array]) -> tuple[SiteValues, None]:
+        share, weight = point
+        found = gradients(share)
+        return {n: total[n] + weight * own.astype(jnp.float32) for n, own in found.items()}, None
+
+    shapes = jax.eval_shape(gradients, points[0][0])
+    nothing = {name: jnp.zeros(each.shape, jnp.float32) for name, each in shapes.items()}
+    return jax.lax.scan(add, nothing, points)[0]
+
+
+def on_path(change: Change | None, share: Array, baseline: Array | None, values: Array) -> Array:
+    """Return values between a baseline (None: zero) and these.
+
+    Args:
+        change: of the values, before.
+        share: of the difference.
+    """
+    changed = values if change is None else change(values).astype(values.dtype)
+    wide = changed.astype(jnp.float32)
+    if baseline is None:
+        return (share * wide).astype(values.dtype)
+    return (baseline + share * (wide - baseline)).astype(values.dtype)
 
 
 def attributed(values: Array, gradients: Array, baseline: Array | None) -> Array:

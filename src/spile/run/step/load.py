@@ -36,6 +36,7 @@ from spile.models.forward.streamed import EmbeddingRows, SweptModel, load_blocks
 from spile.models.forward.weights import ArrayLoader, LayerSchedule, Params, abstract_params
 from spile.models.layout import Cuts
 from spile.models.sites import LENSES
+from spile.models.taps import sites_on_paths
 from spile.plan.estimate import goes_back
 from spile.plan.job import ExtractionJob, prepare_unit
 from spile.plan.residency import Residency
@@ -222,6 +223,7 @@ class StepLoader:
             pool=reduces(recipe.pool),
             compares=job.compares,
             objective=job.objective,
+            steps=recipe.steps,
             remat=bool(self.recomputes),
         )
         extras = Extras({}, encoders, tuple(changes.values()), lenses, self._baselines)
@@ -231,8 +233,14 @@ class StepLoader:
     def _baselines(self) -> dict[str, np.ndarray]:
         """What attributions are differences from: see `Extras.baselines`."""
         baseline = self.job.baseline
+        if baseline is None:
+            return {}
         summed = [tap for tap in self.job.taps if tap.kind.summed]
-        return {tap.name: baseline.of_tap(tap.source) for tap in summed} if baseline else {}
+        found = {tap.name: baseline.of_tap(tap.source) for tap in summed}
+        if self.job.recipe.steps:
+            for place, taps in sites_on_paths(self.job.taps).items():
+                found[place.name] = baseline.of_tap(replace(taps[0].source, heads=()))
+        return found
 
     def _lens_arrays(self, dtype: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """Return a lens's arrays by the first tap of each layer that reads it, and their hashes."""
@@ -254,7 +262,8 @@ class StepLoader:
     @property
     def _swept(self) -> bool:
         # (Values of two blocks meet in one program, which a sweep does not have.)
-        whole = self.job.beside or (self.job.objective and not goes_back(self.job))
+        job = self.job
+        whole = job.beside or job.recipe.steps or (job.objective and not goes_back(job))
         return self.residency.streams or (self.device.platform == "cpu" and not whole)
 
     @cached_property

@@ -40,6 +40,8 @@ from spile.models.forward.gradient import (
     cotangents_of,
     kept_beside,
     linearized,
+    mean_gradients,
+    on_path,
     stage_pulled_back,
 )
 from spile.models.forward.jacobian import jacobian_sums, prompts_of
@@ -49,7 +51,7 @@ from spile.models.forward.pooling import Pooling
 from spile.models.forward.sharding import PINNED, Shards, put
 from spile.models.forward.weights import LayerSchedule, Params, WeightArrays
 from spile.models.objectives import Objective
-from spile.models.taps import Tap
+from spile.models.taps import Tap, sites_on_paths
 from spile.run.step.output import Runs, StepOutput
 from spile.run.step.stored import PRODUCTS, Extras, Reduced, StoredForm, joined, packing
 
@@ -258,6 +260,7 @@ class StepSettings:
     beside: Tap | None = None  # one of the taps, whose values stand beside those of each other
     compares: bool = False  # whether an engine's log-probabilities are compared
     objective: Objective | None = None  # what gradients among the taps are of
+    steps: int | None = None  # points on the path of integrated gradients
     remat: bool = True  # blocks are computed again for them, instead of keeping what they need
     lens_adds: bool | None = None  # whether a lens adds its map to the stream; None: there is none
 
@@ -320,8 +323,12 @@ class StepSettings:
                 aims=self.objective.aims,
                 remat=self.remat,
             )
-            values, aims, pullback = linearized(decoder, params, inputs, self.schedule)
-            found = pullback(cotangents_of(self.objective, aims, inputs))
+            if self.steps:
+                values = replace(decoder, sites=(), aims=()).forward(params, inputs, self.schedule)
+                found = self._integrated(decoder, params, inputs, baselines or {})
+            else:
+                values, aims, pullback = linearized(decoder, params, inputs, self.schedule)
+                found = pullback(cotangents_of(self.objective, aims, inputs))
             found = {tap: found[source.name] for tap, source in gradients.items()}
             for tap in self._summed:
                 found[tap] = self._attributed(
@@ -329,6 +336,43 @@ class StepSettings:
                 )
             kept = {name: each for name, each in values.items() if name in (*names, GAPS)}
             return kept | {tap.name: each for tap, each in found.items()}
+
+    def _integrated(
+        self, decoder: Decoder, params: Params, inputs: Inputs, baselines: Mapping[str, Array]
+    ) -> dict[str, Array]:
+        """Return the mean gradient of each site on its path: one place at a time is changed.
+
+        Args:
+            decoder: with all sites.
+            baselines: of attributions by tap, and of whole places.
+        """
+        assert self.objective and self.steps
+        objective = self.objective
+        found: dict[str, Array] = {}
+        for place, taps in sites_on_paths(self.taps).items():
+            sites = tuple(dict.fromkeys(tap.source for tap in taps))
+            baseline = baselines.get(place.name)
+            if baseline is not None and inputs.beside is not None:
+                shape = place.shape(self.arch, 1)
+                baseline = inputs.beside[:, :, baseline].reshape(*inputs.tokens.shape, *shape)
+            elif baseline is not None:
+                baseline = baseline[None, None]
+
+            def gradients(
+                share: Array,
+                place: Tap = place,
+                sites: tuple[Tap, ...] = sites,
+                baseline: Array | None = baseline,
+            ) -> dict[str, Array]:
+                change = partial(on_path, decoder.splice.get(place), share, baseline)
+                own = replace(
+                    decoder, taps=(), sites=sites, splice={**decoder.splice, place: change}
+                )
+                _, aims, pullback = linearized(own, params, inputs, self.schedule)
+                return pullback(cotangents_of(objective, aims, inputs))
+
+            found |= mean_gradients(self.steps, gradients)
+        return found
 
     def _attributed(
         self, values: Array, gradients: Array, baseline: Array | None, inputs: Inputs
