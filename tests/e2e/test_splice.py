@@ -141,6 +141,36 @@ def test_a_built_in_change_is_that_of_a_hook_in_hf(kind: str, folder: Path, tmp_
     assert np.abs(changed.read("logits", 0, 50) - clean.read("logits", 0, 50)).max() > 0.01
 
 
+def transcoded(layer: int, rows: torch.Tensor) -> torch.Tensor:
+    made = {
+        name: torch.tensor(a) for name, a in saes.random_tensors("jumprelu", seed=layer).items()
+    }
+    inside = rows @ made["W_enc"] + made["b_enc"]
+    latents = torch.where(inside > made["threshold"], inside.clamp(min=0), 0)
+    skipped = rows @ torch.tensor(saes.skip_matrix(layer)).T
+    return latents @ made["W_dec"] + made["b_dec"] + skipped
+
+
+def test_transcoders_stand_for_the_mlps_of_hf(folder: Path, tmp_path: Path) -> None:
+    saes.write_transcoders(tmp_path / "all", range(3))
+    splice = f"steer:mlp_in.2={folder}/direction.npy,replace-with-sae:mlp_in:1-2={tmp_path}/all"
+    changed = extracted(folder, splice, str(tmp_path / "out"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    for layer in (1, 2):
+        more = torch.tensor(DIRECTION) * (layer == 2)
+        model.model.layers[layer].mlp.register_forward_hook(
+            lambda _, given, out, layer=layer, more=more: transcoded(layer, given[0] + more)
+        )
+    for number in range(3):
+        document = changed.document(number)
+        ids = torch.tensor(document.index["token_id"].astype(np.int64))[None, :64]
+        with torch.no_grad():
+            wanted = model(ids).logits[0].numpy()
+        found = document.read("logits")[:64]
+        assert np.abs(found - wanted).max() < TOLERANCE * np.abs(wanted).max()
+    assert check(str(tmp_path / "out"), samples=2).ok
+
+
 def test_a_changed_run_is_the_second_of_a_pair(folder: Path, tmp_path: Path) -> None:
     recipe = Recipe(like=str(folder / "clean"), splice=f"zero:z.1.h3,ablate:resid_post.1="
                     f"{folder}/direction.npy")  # fmt: skip
@@ -169,11 +199,13 @@ def test_taps_are_added_with_the_same_changes(folder: Path, tmp_path: Path) -> N
 @pytest.mark.full
 def test_streamed_blocks_are_changed_alike(folder: Path, tmp_path: Path) -> None:
     found: list[Any] = []
+    transcoders = saes.write_transcoders(tmp_path / "all", range(3))
     for kept in ("resident", "disk"):
         recipe = Recipe(
             like=str(folder / "clean"),
             splice=f"steer:embed={folder}/direction.npy,ablate:resid_post:all="
-            f"{folder}/both.npy,replace-with-sae:resid_mid.1={folder}/sae",
+            f"{folder}/both.npy,replace-with-sae:resid_mid.1={folder}/sae,"
+            f"replace-with-sae:mlp_in:all={transcoders}",
         )
         spile.extract(recipe, tmp_path / kept, Runtime(batch_tokens=128, weights=kept))
         found.append(unit_files(tmp_path / kept))

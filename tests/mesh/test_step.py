@@ -200,7 +200,8 @@ def test_changes_are_those_of_one_device(model: Path, tmp_path: Path, layout: La
     np.save(tmp_path / "head.npy", np.ones(8))
     splice = (
         f"ablate:resid_post:0-1={tmp_path}/two.npy,steer:z:1.h3={tmp_path}/head.npy*2,zero:q:0.h1,"
-        f"replace-with-sae:mlp_in.0={saes.write_sae(tmp_path / 'sae')},zero:mlp_hidden:2"
+        f"replace-with-sae:mlp_in.0={saes.write_sae(tmp_path / 'sae')},zero:mlp_hidden:2,"
+        f"replace-with-sae:mlp_in.1={saes.write_transcoders(tmp_path / 'all', range(2))}"
     )
     checkpoint, batch = open_checkpoint(str(model)), make_batch(24)
     changes = find_splices(splice, parse_taps("logits", checkpoint.arch), checkpoint.arch)

@@ -33,10 +33,31 @@ def found(folder: Path, splice: str, taps: str = "logits") -> tuple[Splice, ...]
     return find_splices(splice.replace("{}", str(folder)), parse_taps(taps, arch), arch)
 
 
-def test_a_transcoder_is_no_splice(folder: Path) -> None:
+def test_a_transcoder_changes_what_it_reconstructs(folder: Path, tmp_path: Path) -> None:
     saes.write_transcoders(folder / "transcoders", range(2))
-    with pytest.raises(ConfigError, match="transcoder, which reconstructs blocks.1.hook_mlp_out"):
-        found(folder, "replace-with-sae:mlp_in.1={}/transcoders")
+    (change,) = found(folder, "replace-with-sae:mlp_in.1={}/transcoders")
+    assert (change.tap, change.reads) == (Tap("mlp_out", 1), Tap("mlp_in", 1))
+    assert change.identity.startswith("replace-with-sae mlp_in.1 jumprelu 80 ")
+    with pytest.raises(ConfigError, match="which does not fit mlp_out.1; name the tap that it"):
+        found(folder, "replace-with-sae:mlp_out.1={}/transcoders")
+    # Gemma Scope's own files say nothing; on mlp_in they are transcoders.
+    made = saes.random_tensors("jumprelu")
+    np.savez(tmp_path / "params.npz", **made)
+    gains: list[Tap] = []
+    splice = f"replace-with-sae:mlp_in.2={tmp_path}/params.npz"
+    arch = open_checkpoint(str(folder / "model")).arch
+
+    def gain(tap: Tap) -> np.ndarray:
+        gains.append(tap)
+        return np.full(32, 2.0, np.float32)
+
+    (change,) = find_splices(splice, parse_taps("logits", arch), arch, gain)
+    assert (change.tap, change.reads, gains) == (
+        Tap("mlp_out", 2),
+        Tap("mlp_in", 2),
+        [change.reads],
+    )
+    np.testing.assert_array_equal(change.load()[0]["W_enc"], made["W_enc"] / 2.0)
 
 
 def test_changes_keep_their_order_and_have_a_tap_each(folder: Path) -> None:

@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -145,15 +145,25 @@ def _reference(job: ExtractionJob, dtype: str) -> Any:
 
 
 def _changes(splices: Sequence[Splice]) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-    """The change of each tap that has one, by its name; several changes apply in turn."""
+    """The change of each tap that has one, by its name; several changes apply in turn.
+
+    What a transcoder reads has a change that only remembers the values.
+    """
     by_tap: dict[str, list[tuple[Splice, Arrays]]] = {}
     for splice in splices:
         by_tap.setdefault(splice.tap.name, []).append((splice, splice.load()[0]))
+        if splice.reads:
+            by_tap.setdefault(splice.reads.name, [])
+    seen: dict[str, np.ndarray] = {}
 
-    def changed(some: list[tuple[Splice, Arrays]], values: np.ndarray) -> np.ndarray:
-        return reduce(lambda found, each: each[0].apply(each[1], found), some, values)
+    def changed(tap: str, some: list[tuple[Splice, Arrays]], values: np.ndarray) -> np.ndarray:
+        for splice, arrays in some:
+            read = seen[splice.reads.name] if splice.reads else None
+            values = splice.apply(arrays, values, read)
+        seen[tap] = values
+        return values
 
-    return {tap: partial(changed, some) for tap, some in by_tap.items()}
+    return {tap: partial(changed, tap, some) for tap, some in by_tap.items()}
 
 
 def versions() -> str:

@@ -38,6 +38,7 @@ class Splice:
         identity: what it is, without paths: part of the recipe.
         arrays: what it is computed with, in the shape of a whole row, flat; see `changed_rows`.
         sae: of `replace-with-sae`.
+        reads: the tap of the same block that a transcoder reads; None: the values it replaces.
         function: of the kind `function`: takes and returns values [rows, seq, ...].
     """
 
@@ -46,6 +47,7 @@ class Splice:
     identity: str
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     sae: Sae | None = None
+    reads: Tap | None = None
     function: Any = None
 
     def load(self) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -56,7 +58,7 @@ class Splice:
     def values(self) -> int:
         """Number of values in the arrays."""
         if self.sae:
-            return 2 * self.sae.width * self.sae.latents
+            return (self.sae.width + (self.sae.target or self.sae.width)) * self.sae.latents
         return sum(array.size for array in self.arrays.values())
 
     @property
@@ -66,9 +68,14 @@ class Splice:
             return 2 * self.values
         return 4 * self.arrays["basis"].size if self.kind == "ablate" else 0
 
-    def apply(self, arrays: Arrays, values: np.ndarray) -> np.ndarray:
-        """Change values [tokens, ...] of the reference; `arrays` are those that `load` returns."""
-        rows = values.reshape(len(values), -1)
+    def apply(self, arrays: Arrays, values: np.ndarray, read: np.ndarray | None) -> np.ndarray:
+        """Change values [tokens, ...] of the reference; `arrays` are those that `load` returns.
+
+        Args:
+            read: the values of `reads`.
+        """
+        given = values if read is None else read
+        rows = given.reshape(len(given), -1)
         new = changed_rows(self.kind, self.sae, arrays, rows, np, np.matmul, kth_largest)
         return new.reshape(values.shape).astype(values.dtype)
 
@@ -83,6 +90,8 @@ def changed_rows(
     kth: Callable[[Any, int], Any],
 ) -> Any:
     """Compute the new values of rows [tokens, width], in float32 or wider.
+
+    Rows are the old values; those of a transcoder are the values that it reads.
 
     Args:
         xp: numpy or jax.numpy, matching the arrays.

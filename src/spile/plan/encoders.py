@@ -67,16 +67,27 @@ def find_encoders(
     for where, sae, tap in pairs:
         if "keys" in tap.kind.shape or tap.dtype(_FLOATS[0]) != _FLOATS[0]:
             raise ConfigError(f"--encode {where}: an encoder cannot read {tap.site}")
-        # (Gemma Scope's own files do not say what they read; those of mlp_in are transcoders.)
-        if sae.ungained or (tap.site == "mlp_in" and sae.file.name.endswith(".npz")):
-            own = gain(tap).tobytes() if gain else b""
-            sae = replace(sae, ungained=True, gain=own, writes=sae.writes or MLP_OUT)
+        sae = with_gain(sae, tap, gain)
         refuse_unfit(f"--encode {where}", sae, tap, arch)
         if tap.name in found:
             raise ConfigError(f"--encode names two encoders for {tap.name}; give one per tap")
         error_of = _reconstructed_site(where, sae, tap, taps, arch) if error else None
         found[tap.name] = SparseEncoder.of(sae, recipe.latents, pooled=pooled, error_of=error_of)
     return {tap.name: found[tap.name] for tap in taps if tap.name in found}
+
+
+def with_gain(sae: Sae, tap: Tap, gain: Callable[[Tap], np.ndarray] | None) -> Sae:
+    """Return the encoder of a tap, which divides its rows by the norm's gain if it must.
+
+    (Gemma Scope's own files do not say what they read; those of `mlp_in` are transcoders.)
+
+    Args:
+        gain: as for `find_encoders`.
+    """
+    if not sae.ungained and not (tap.site == "mlp_in" and sae.file.name.endswith(".npz")):
+        return sae
+    own = gain(tap).tobytes() if gain else b""
+    return replace(sae, ungained=True, gain=own, writes=sae.writes or MLP_OUT)
 
 
 def reconstructed_tap(sae: Sae, tap: Tap, arch: Arch) -> Tap | None:

@@ -117,7 +117,8 @@ def resolve(
     taps = taps_of(recipe, checkpoint.arch)
     encoders = find_encoders(recipe, taps, checkpoint.arch, partial(gain_before, checkpoint))
     lens = find_lens(recipe, taps, checkpoint.arch)
-    splices = find_splices(recipe.splice, () if stored else taps, checkpoint.arch)
+    gain = partial(gain_before, checkpoint)
+    splices = find_splices(recipe.splice, () if stored else taps, checkpoint.arch, gain)
     known = stored or like
     further = _further_sources(known) if known else ()
     sources = (recipe.corpus, *further)

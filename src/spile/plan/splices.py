@@ -5,6 +5,7 @@
     steer:resid_post.12=DIR.npy*4     add a vector
     mean:mlp_out.3=MEAN.npy           replace every token's values by these, or by a dataset's mean
     replace-with-sae:resid_post.9=SAE replace the values by a sparse autoencoder's reconstruction
+    replace-with-sae:mlp_in.9=DIR     of a transcoder: what it reconstructs from these (`mlp_out.9`)
     FILE.py:FUNCTION                  returns {tap: a function of its values}, as `Model` takes it
 
 Changes apply in the order in which they are named.
@@ -30,7 +31,7 @@ from spile.models.sites import SPLICED
 from spile.models.splices import FUNCTION, KINDS, Splice, digest, orthonormal
 from spile.models.taps import Tap, computed_as, parse_taps, place_of
 from spile.objects.paths import path_of
-from spile.plan.encoders import refuse_unfit
+from spile.plan.encoders import reconstructed_tap, refuse_unfit, with_gain
 
 NONE, SAE = "none", "replace-with-sae"
 _MOST = 1 << 26  # most values in a file
@@ -59,16 +60,22 @@ def names_program(splice: str | None) -> str | None:
     return next((item for item in _items(splice or NONE) if _PROGRAM.fullmatch(item)), None)
 
 
-def find_splices(splice: str | None, taps: Sequence[Tap], arch: Arch) -> tuple[Splice, ...]:
+def find_splices(
+    splice: str | None,
+    taps: Sequence[Tap],
+    arch: Arch,
+    gain: Callable[[Tap], np.ndarray] | None = None,
+) -> tuple[Splice, ...]:
     """Find the changes that `--splice` names, in order. This calls the user's functions.
 
     Args:
         taps: the taps of a new dataset; empty if the dataset exists.
+        gain: of the norm whose output a tap is; None if only shapes are needed.
 
     Raises:
         ConfigError: if a change does not fit its tap, or none of the taps can show it.
     """
-    found = [each for item in _items(splice or NONE) for each in _found(item, arch)]
+    found = [each for item in _items(splice or NONE) for each in _found(item, arch, gain)]
     deepest = max(taps, key=lambda tap: place_of(tap, arch), default=None)
     for each in found:
         if deepest and place_of(each.tap, arch) > place_of(deepest, arch):
@@ -106,13 +113,16 @@ def _factored(kind: str, value: str) -> tuple[str, str | None]:
     return (match[1], match[2]) if match else (value, None)
 
 
-def _found(item: str, arch: Arch) -> Iterator[Splice]:
+def _found(item: str, arch: Arch, gain: Callable[[Tap], np.ndarray] | None) -> Iterator[Splice]:
     if program := _PROGRAM.fullmatch(item):
         yield from _functions(Path(os.path.abspath(program[1])), program[2], arch)
         return
     kind, named, value = _parsed(item)
     for tap in _taps(item, named, arch):
-        yield _built_in(item, kind, tap, value, arch)
+        if kind == SAE and value is not None:
+            yield _reconstructed(item, tap, value, arch, gain)
+        else:
+            yield _built_in(item, kind, tap, value, arch)
 
 
 def _taps(item: str, named: str, arch: Arch) -> tuple[Tap, ...]:
@@ -147,8 +157,6 @@ def _built_in(item: str, kind: str, tap: Tap, value: str | None, arch: Arch) -> 
     chosen = widened(np.ones(width)) > 0
     if value is None:
         return made("", chosen=chosen, value=np.zeros(len(chosen), np.float32))
-    if kind == SAE:
-        return _reconstructed(item, tap, whole, value, arch)
     if kind == "mean":
         mean = _mean(item, tap, value, width)
         return made(digest(mean), chosen=chosen, value=widened(mean))
@@ -164,18 +172,31 @@ def _built_in(item: str, kind: str, tap: Tap, value: str | None, arch: Arch) -> 
     return made(digest(given), basis=widened(basis))
 
 
-def _reconstructed(item: str, tap: Tap, whole: Tap, where: str, arch: Arch) -> Splice:
+def _reconstructed(
+    item: str, tap: Tap, where: str, arch: Arch, gain: Callable[[Tap], np.ndarray] | None
+) -> Splice:
+    """Return the change of the values that the encoder of a tap reconstructs."""
     sae = open_sae(where, layer=tap.layer, flag=f"--splice {SAE}", decodes=True)
-    if sae.writes:
-        raise ConfigError(
-            f"--splice {item}: is a transcoder, which reconstructs {sae.writes} from {sae.hook}; "
-            f"{SAE} takes an autoencoder"
-        )
     if tap.heads:
         raise ConfigError(f"--splice {item}: an autoencoder reads all heads together")
+    sae = with_gain(sae, tap, gain)
     refuse_unfit(f"--splice {item}", sae, tap, arch)
+    written = reconstructed_tap(sae, tap, arch)
+    if written is None or not written.kind.spliced or written.why_not(arch):
+        raise ConfigError(
+            f"--splice {item}: is a transcoder, and what it reconstructs, {sae.writes}, cannot be "
+            "changed in this model"
+        )
+    whole, reads = computed_as(written), None
+    if sae.writes:
+        reads, width = tap, written.width(arch, 1)
+        if place_of(tap, arch) >= place_of(written, arch) or (sae.target or sae.width) != width:
+            raise ConfigError(
+                f"--splice {item}: is a transcoder from {sae.hook} to {sae.writes}, which does not "
+                f"fit {tap.name}; name the tap that it reads"
+            )
     told = f"{SAE} {tap.name} {sae.identity()}"
-    return Splice(kind=SAE, tap=whole, identity=told, sae=sae)
+    return Splice(kind=SAE, tap=whole, identity=told, sae=sae, reads=reads)
 
 
 def _mean(item: str, tap: Tap, where: str, width: int) -> np.ndarray:

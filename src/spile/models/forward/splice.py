@@ -84,15 +84,22 @@ def _only(where: Array, change: Change, values: Array) -> Array:
 def in_block(changes: Changes, layer: int | None = None) -> At:
     """The changes in a block that runs by itself, or outside the blocks."""
 
+    seen, read = dict[str, Array](), _sites_read(changes)
+
     def at(site: str, values: Array) -> Array:
         tap = Tap(site, layer)
-        return _changed(tap, changes[tap], values) if tap in changes else values
+        if tap in changes:
+            values = _changed(tap, changes[tap], values, seen)
+        if site in read:
+            seen[site] = values
+        return values
 
     return at
 
 
 def in_scan(changes: Changes, place: int, schedule: LayerSchedule, cycle: Array | None) -> At:
     """The changes for position `place` of the scan's period, at iteration `cycle`."""
+    seen, read = dict[str, Array](), _sites_read(changes)
 
     def at(site: str, values: Array) -> Array:
         for tap, change in changes.items():
@@ -103,20 +110,57 @@ def in_scan(changes: Changes, place: int, schedule: LayerSchedule, cycle: Array 
                 assert cycle is not None
                 values = jax.lax.cond(
                     cycle == number,
-                    lambda own, tap=tap, change=change: _changed(tap, change, own),
+                    lambda own, tap=tap, change=change: _changed(tap, change, own, seen),
                     lambda own: own,
                     values,
                 )
+        if site in read:
+            seen[site] = values
         return values
 
     return at
 
 
-def _changed(tap: Tap, change: Change, values: Array) -> Array:
-    new = change(values)
+def _changed(tap: Tap, change: Change, values: Array, seen: Mapping[str, Array]) -> Array:
+    """Return the new values of a tap.
+
+    Args:
+        seen: the values of the block's sites that transcoders read, with their own changes.
+    """
+    new = _applied(change, values, seen)
     if new.shape != values.shape:
         raise ConfigError(f"splice {tap.name}: {values.shape} became {new.shape}")
     return new.astype(values.dtype)
+
+
+def _applied(change: Change, values: Array, seen: Mapping[str, Array]) -> Array:
+    parts = _parts(change)
+    for each in parts:
+        site = _site_read(each)
+        new = each(values, seen[site]) if site else each(values)  # type: ignore[call-arg]
+        values = new if len(parts) == 1 else new.astype(values.dtype)
+    return values
+
+
+def _parts(change: Change) -> Sequence[Change]:
+    """Return the changes of one tap, in their order."""
+    if isinstance(change, Partial):
+        function: Any = change.func
+        if function is _one_after_another:
+            return change.args[0]
+    return (change,)
+
+
+def _site_read(change: Change) -> str | None:
+    """Return the site that a change reads, if that is another than it changes."""
+    function: Any = change.func if isinstance(change, Partial) else None
+    return function.reads if isinstance(function, _BuiltIn) else None
+
+
+def _sites_read(changes: Changes) -> set[str]:
+    return {
+        site for each in changes.values() for part in _parts(each) if (site := _site_read(part))
+    }
 
 
 # -- those of `--splice` -----------------------------------------------------------------------
@@ -138,7 +182,9 @@ def load_changes(
             found = {str(n): _hash(leaf) for n, leaf in enumerate(jax.tree.leaves(change))}
         else:
             arrays, found = splice.load()
-            change = Partial(_BuiltIn(splice.kind, splice.sae, shards), _cast(arrays, dtype))
+            reads = splice.reads.site if splice.reads else None
+            built_in = _BuiltIn(splice.kind, splice.sae, reads, shards)
+            change = Partial(built_in, _cast(arrays, dtype))
         by_tap.setdefault(splice.tap, []).append(change)
         hashes |= {f"splice {number} at {splice.tap.name}: {n}": h for n, h in found.items()}
     changes = {
@@ -183,7 +229,7 @@ def _hash(leaf: Any) -> str:
 
 def _cast(arrays: Mapping[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
     """An autoencoder's matrices in the model's dtype; the rest as it is, in float32."""
-    matrices = ("W_enc", "W_dec")
+    matrices = ("W_enc", "W_dec", "W_skip")
     return {n: a.astype(jnp.dtype(dtype)) if n in matrices else a for n, a in arrays.items()}
 
 
@@ -193,17 +239,19 @@ class _BuiltIn:
 
     kind: str
     sae: Sae | None
+    reads: str | None  # the site that a transcoder reads
     shards: Shards | None = field(compare=False)
 
-    def __call__(self, arrays: Arrays, values: Array) -> Array:
-        made = self._rows
-        if self.sae and self.shards:  # every device has the whole autoencoder
-            made = self.shards.each(made, [P(), P(ROWS)], P(ROWS))
-        return made(arrays, values)
+    def __call__(self, arrays: Arrays, values: Array, read: Array | None = None) -> Array:
+        made, given = self._rows, [values] if read is None else [values, read]
+        if self.sae and self.shards:  # every device has the whole encoder
+            made = self.shards.each(made, [P(), *[P(ROWS)] * len(given)], P(ROWS))
+        return made(arrays, *given)
 
-    def _rows(self, arrays: Arrays, values: Array) -> Array:
-        """Apply an autoencoder to some rows at a time: the latents of all rows are too many."""
-        flat = values.reshape(-1, int(np.prod(values.shape[2:])))
+    def _rows(self, arrays: Arrays, values: Array, read: Array | None = None) -> Array:
+        """Apply an encoder to some rows at a time: the latents of all rows are too many."""
+        given = values if read is None else read
+        flat = given.reshape(-1, int(np.prod(given.shape[2:])))
 
         def changed(row: Array) -> Array:
             wide = row.astype(jnp.float32)
