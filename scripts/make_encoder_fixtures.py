@@ -3,7 +3,8 @@
 python scripts/make_encoder_fixtures.py tests/fixtures/encoders
 
 Run it with a Python that has torch 2.13.0 and sae-lens 6.54.12, and beside them, installed with
-`--no-deps`, dictionary-learning 0.1.0, eai-sparsify 1.3.3 and circuit-tracer 0.5.0 (with natsort).
+`--no-deps`, dictionary-learning 0.1.0, eai-sparsify 1.3.3, llamascopium 2.0.0b34 and circuit-tracer
+0.5.0 (with natsort).
 Crosscoders are made if the variable CROSSCODERS names a folder with two checkouts of GitHub:
 jkminder/dictionary_learning@48debb2 in `dictionary_learning`, and in `kissane`
 ckkissane/crosscoder-model-diff-replication.
@@ -41,7 +42,10 @@ def bare(name: str) -> types.ModuleType:
     return module
 
 
-for package in ("dictionary_learning", "sparsify", "circuit_tracer", "circuit_tracer.transcoder"):
+for package in (
+    "dictionary_learning", "sparsify", "circuit_tracer", "circuit_tracer.transcoder",
+    "llamascopium", "llamascopium.models", "llamascopium.backend", "llamascopium.utils",
+):  # fmt: skip
     bare(package)
 bare("circuit_tracer.utils").get_default_device = lambda: torch.device("cpu")  # type: ignore
 dictionary = importlib.import_module("dictionary_learning.dictionary")
@@ -53,6 +57,7 @@ single_layer = importlib.import_module("circuit_tracer.transcoder.single_layer_t
 cross_layer = importlib.import_module("circuit_tracer.transcoder.cross_layer_transcoder")
 loaders = importlib.import_module("sae_lens.loading.pretrained_sae_loaders")
 sae_lens = importlib.import_module("sae_lens")
+openmoss = importlib.import_module("llamascopium.models.sae")
 
 Made = tuple[Any, Any, Any]  # rows, latents, decoded
 _MADE: dict[str, Callable[[Path], Made]] = {}
@@ -357,6 +362,55 @@ def gemma_scope_2_clt(folder: Path) -> Made:
     loaded = cross_layer.load_gemma_scope_2_clt({**paths, 3: ""}, dtype=torch.float32)
     x = rows(3)
     return x, loaded.encode(x), loaded(x)
+
+
+# -- OpenMOSS ----------------------------------------------------------------------------------
+
+
+def saved_by_llamascopium(folder: Path, writes: str, lengths: Any, **settings: Any) -> Made:
+    """Shapes of `OpenMOSS-Team/Llama-Scope-2-*`; `lengths`: of rows that it reads and writes."""
+    config = openmoss.SAEConfig(
+        d_model=WIDTH, expansion_factor=LATENTS / WIDTH, top_k=K, dtype=torch.float32,
+        device="cpu", hook_point_out=f"blocks.1.{writes}", **settings,
+    )  # fmt: skip
+    made = randomized(openmoss.SparseAutoEncoder(config))
+    hooks = config.hook_point_in, config.hook_point_out
+    if lengths:
+        made.set_dataset_average_activation_norm(dict(zip(hooks, lengths, strict=True)))
+    made.save_pretrained(folder)
+    config.save_hyperparameters(folder)
+    loaded = openmoss.SparseAutoEncoder.from_local(str(folder))
+    x = rows()
+    given = {hooks[0]: x, hooks[1]: x}
+    scaled, factors = loaded.normalize_activations(given, return_scale_factor=True)
+    latents = loaded.encode(scaled[hooks[0]])
+    decoded = loaded.denormalize_activations({hooks[1]: loaded.decode(latents)}, factors)
+    return x, latents, decoded[hooks[1]]
+
+
+@kind
+def llama_scope_2(folder: Path) -> Made:
+    stream = "hook_resid_post"
+    return saved_by_llamascopium(
+        folder, stream, (6.25, 6.25), hook_point_in=f"blocks.1.{stream}", act_fn="jumprelu"
+    )
+
+
+@kind
+def llama_scope_2_transcoder(folder: Path) -> Made:
+    return saved_by_llamascopium(
+        folder, "hook_mlp_out", (2.5, 0.75), hook_point_in="blocks.1.ln2.hook_normalized",
+        act_fn="topk",
+    )  # fmt: skip
+
+
+@kind
+def llama_scope_2_folded(folder: Path) -> Made:
+    stream = "hook_resid_post"
+    return saved_by_llamascopium(
+        folder, stream, None, hook_point_in=f"blocks.1.{stream}", act_fn="topk",
+        norm_activation="inference", sparsity_include_decoder_norm=False,
+    )  # fmt: skip
 
 
 # -- crosscoders -------------------------------------------------------------------------------

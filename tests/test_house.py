@@ -60,6 +60,7 @@ EXEMPT = {
             "crosscoders",
             "dictionary_learning",
             "llama_scope",
+            "openmoss",
             "qwen_scope",
             "sparsify",
         )

@@ -9,7 +9,12 @@ from spile.core.recipe import latent_names
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.document import Document
 from spile.dataset.read.dtypes import STORED
-from spile.models.files.encoders.arithmetic import activations, latents_of, reconstruction
+from spile.models.files.encoders.arithmetic import (
+    activations,
+    active_latents,
+    latents_of,
+    reconstruction,
+)
 from spile.models.files.encoders.sae import Arrays, SparseEncoder
 from spile.models.files.encoders.tensors import load_arrays
 from spile.models.splices import kth_largest
@@ -91,7 +96,11 @@ class SparseTap:
         return np.sum([part.sum(axis=0) for part in parts], axis=0)[None] / len(rows)
 
     def _encode(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self._largest(activations(self._encoder.sae, self._arrays, rows, np, np.matmul))
+        sae = self._encoder.sae
+        found = activations(sae, self._arrays, rows, np, np.matmul)
+        if sae.weighted:
+            found = active_latents(sae, self._arrays, found, np, kth_largest)
+        return self._largest(found)
 
     def _largest(self, found: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if self._encoder.dense:

@@ -72,3 +72,17 @@ def test_in_bfloat16_only_the_product_is_rounded(tmp_path: Path) -> None:
     assert 0 < np.abs(rough.values - exact.values).max() < 0.05 * exact.values.max()
     arrays = device_arrays(load_arrays(open_sae(str(folder)))[0], "bfloat16")
     assert [n for n, a in arrays.items() if a.dtype == jnp.bfloat16] == ["W_enc"]
+
+
+def test_latents_that_norms_have_chosen_come_by_their_own_size() -> None:
+    folder = Path(__file__).parents[2] / "fixtures/encoders/llama_scope_2_transcoder"
+    with np.load(folder / "wanted.npz") as found:
+        rows, wanted = found["rows"], found["latents"]
+    top = run(folder, None, rows)
+    assert top.values.shape == (20, 6) and not top.beyond.any()
+    dense = np.zeros_like(wanted)
+    np.put_along_axis(dense, top.ids.astype(np.int64), top.values, axis=1)
+    np.testing.assert_allclose(dense, wanted, atol=1e-5)
+    few = run(folder, 4, rows)
+    np.testing.assert_allclose(few.values, -np.sort(-wanted, axis=1)[:, :4], atol=1e-5)
+    assert np.array_equal(few.beyond, np.count_nonzero(wanted, axis=1) > 4)

@@ -49,11 +49,13 @@ def top_latents(
     def of_row(given: tuple[Array, Array | None]) -> TopLatents:
         row, wanted = given[0].astype(jnp.float32), given[1]
         found = activations(sae, arrays, row, jnp, product)
+        if sae.weighted:  # otherwise the k are among the largest
+            found = active_latents(sae, arrays, found, jnp, kth_largest)
         values, ids = jax.lax.top_k(found, encoder.kept)
         active = jnp.minimum((found > 0).sum(), sae.k or sae.latents)
         error = None
         if wanted is not None:
-            every = active_latents(sae, found, jnp, kth_largest)
+            every = active_latents(sae, arrays, found, jnp, kth_largest)
             error = wanted.astype(jnp.float32) - decoded(sae, arrays, row, every, jnp, product)
         ids = ids.astype(jnp.dtype(encoder.id_dtype))
         return TopLatents(values, ids, active > encoder.kept, error)

@@ -44,6 +44,7 @@ HOOKS = {
     "gemma_scope_2_clt": _MLP,
     "gemma_scope_2_transcoder": _MLP,
     "gemma_scope_transcoder": (None, None),
+    "llama_scope_2_transcoder": _MLP,
     "saelens_skip_transcoder": _MLP,
     "saelens_transcoder": _MLP,
     "sparsify_transcoder": _MLP,
@@ -88,7 +89,9 @@ def test_latents_and_reconstructions_are_the_projects_own(name: str) -> None:
     assert digests.keys() == sae.tensors().keys()
     # The latents alone need no decoder, unless its norms scale them.
     alone = opened(name)
-    assert ("W_dec" in alone.tensors()) == (alone.rescales or alone.norms is not None)
+    assert ("W_dec" in alone.tensors()) == (
+        alone.rescales or alone.weighted or alone.norms is not None
+    )
     np.testing.assert_array_equal(latents(alone, expected["rows"]), found)
     block = "blocks.1."
     hooks = HOOKS.get(name, _STREAM)
@@ -179,6 +182,12 @@ def test_a_transcoder_of_llama_scope_has_two_scales(tmp_path: Path) -> None:
         ("llama_scope", "hyperparams.json", {"jump_relu_threshold": -1}, "threshold is -1"),
         ("llama_scope", "hyperparams.json", {"dataset_average_activation_norm": 3}, "norm is None"),
         ("llama_scope", "hyperparams.json", {"d_sae": 49}, "encoder.weight has shape .48, 16."),
+        ("llama_scope_2", "config.json", {"sae_type": "clt"}, "sae_type is clt; known: sae"),
+        ("llama_scope_2", "config.json", {"use_glu_encoder": True}, "use_glu_encoder is True"),
+        ("llama_scope_2", "config.json", {"act_fn": "batchtopk"}, "known: relu, jumprelu, topk"),
+        ("llama_scope_2", "config.json", {"norm_activation": "token-wise"}, "norm_activation is t"),
+        ("llama_scope_2", "config.json", {"hook_point_out": "other"}, "the length of other is 0"),
+        ("llama_scope_2", "config.json", {"expansion_factor": "3"}, "d_model and expansion_factor"),
         ("sparsify", "cfg.json", {"activation": "groupmax"}, "activation is groupmax; known: topk"),
         ("sparsify", "cfg.json", {"signed": True}, "signed is True; known: false"),
         ("sparsify", "cfg.json", {"k": None}, "d_in and k is 16 and None"),

@@ -15,6 +15,7 @@ from spile.models.files.encoders import (
     dictionary_learning,
     gemma_scope,
     llama_scope,
+    openmoss,
     qwen_scope,
     saelens,
     sparsify,
@@ -61,6 +62,7 @@ LAYOUTS = (  # the first whose file is there
         "dictionary_learning", dictionary_learning.FILE,
         dictionary_learning.read_dictionary_learning,
     ),
+    EncoderLayout("Llama Scope 2", openmoss.FILE, openmoss.read_openmoss),
     EncoderLayout("Llama Scope", llama_scope.CONFIG, llama_scope.read_llama_scope),
     EncoderLayout("Qwen-Scope", qwen_scope.FILE, qwen_scope.read_qwen_scope),
     EncoderLayout(

@@ -64,12 +64,18 @@ def latents_of(
     Args:
         kth: returns the k-th largest of the last axis, which it keeps.
     """
-    return active_latents(sae, activations(sae, arrays, rows, xp, product), xp, kth)
+    found = activations(sae, arrays, rows, xp, product)
+    return active_latents(sae, arrays, found, xp, kth)
 
 
-def active_latents(sae: Sae, found: Any, xp: Any, kth: Callable[[Any, int], Any]) -> Any:
+def active_latents(
+    sae: Sae, arrays: Arrays, found: Any, xp: Any, kth: Callable[[Any, int], Any]
+) -> Any:
     """Choose the active latents among those that `activations` returns."""
-    return found if sae.k is None else xp.where(found < kth(found, sae.k), 0.0, found)
+    if sae.k is None:
+        return found
+    compared = found * arrays["decoder_norm"] if sae.weighted else found
+    return xp.where(compared < kth(compared, sae.k), 0.0, found)
 
 
 def reconstruction(

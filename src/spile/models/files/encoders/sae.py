@@ -72,6 +72,7 @@ class Sae:
     normalize: str = "none"
     subtracts: bool = True  # whether it subtracts the decoder's bias from its input
     rescales: bool = False  # whether it scales latents by the norms of their decoder rows
+    weighted: bool = False  # whether the k are chosen by latents times those norms
     hook: str | None = field(default=None, compare=False)  # that it reads, by TransformerLens' name
     # Of a transcoder: the hook whose values it reconstructs; perhaps without `blocks.N.`.
     writes: str | None = field(default=None, compare=False)
@@ -106,7 +107,7 @@ class Sae:
             del axes["threshold"]
         if self.subtracts or self.decodes:
             axes["b_dec"] = "o"
-        if self.rescales or self.decodes or self.norms is not None:
+        if self.rescales or self.weighted or self.decodes or self.norms is not None:
             axes["W_dec"] = "lo"
         if self.centres:
             axes["mean"] = "w"
@@ -131,7 +132,7 @@ class Sae:
         names = ("architecture", "width", "latents", "k", "normalize", "subtracts", "rescales")
         unless = {
             "threshold": None, "scale": 1.0, "output_scale": 1.0, "ungained": False, "sides": 1,
-            "centres": False, "norms": None,
+            "centres": False, "norms": None, "weighted": False,
         }  # fmt: skip
         more = {n: value for n, usual in unless.items() if (value := getattr(self, n)) != usual}
         return {name: getattr(self, name) for name in names} | more

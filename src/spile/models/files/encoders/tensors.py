@@ -111,7 +111,7 @@ def load_arrays(sae: Sae) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     if sae.gain:  # x / gain @ W is x @ (W / gain)
         gain = np.frombuffer(sae.gain, np.float32)[:, None]
         arrays |= {name: arrays[name] / gain for name in ("W_enc", "W_skip") if name in arrays}
-    if sae.rescales:
+    if sae.rescales or sae.weighted:
         arrays["decoder_norm"] = np.linalg.norm(arrays["W_dec"], axis=1)
     if sae.norms is not None:
         arrays["threshold"] = _of_unscaled(arrays["threshold"], arrays["W_dec"], sae)
