@@ -39,6 +39,7 @@ class EncoderLayout:
     tool: str
     file: str  # a directory with this file has this layout; `{layer}` stands for a layer's number
     read: Callable[..., Sae]
+    beside: str = ""  # another file that must be there, if other tools use the first name, too
 
     @property
     def layered(self) -> bool:
@@ -62,7 +63,7 @@ LAYOUTS = (  # the first whose file is there
         "dictionary_learning", dictionary_learning.FILE,
         dictionary_learning.read_dictionary_learning,
     ),
-    EncoderLayout("Llama Scope 2", openmoss.FILE, openmoss.read_openmoss),
+    EncoderLayout("Llama Scope 2", openmoss.FILE, openmoss.read_openmoss, openmoss.CONFIG),
     EncoderLayout("Llama Scope", llama_scope.CONFIG, llama_scope.read_llama_scope),
     EncoderLayout("Qwen-Scope", qwen_scope.FILE, qwen_scope.read_qwen_scope),
     EncoderLayout(
@@ -97,11 +98,13 @@ def find_layout(where: AnyPath) -> FoundEncoders | None:
             layer = layout.layer_in(where.name)
             if layer is not None:
                 return FoundEncoders(folder, layout, (layer,))
-            if layout.file == where.name:
+            if layout.file == where.name and _has_beside(folder, layout):
                 return FoundEncoders(folder, layout)
         return None
     for layout in LAYOUTS:
-        if not layout.layered and (where / layout.file).is_file():
+        if layout.layered or not (where / layout.file).is_file():
+            continue
+        if _has_beside(where, layout):
             return FoundEncoders(where, layout)
     names = _names(where)
     for layout in LAYOUTS:
@@ -172,6 +175,10 @@ def with_decoder(sae: Sae, named: str) -> Sae:
 def _checked(sae: Sae) -> Sae:
     check_tensors(sae)
     return replace(sae, sampled=sampled_files(sae))
+
+
+def _has_beside(folder: AnyPath, layout: EncoderLayout) -> bool:
+    return not layout.beside or (folder / layout.beside).is_file()
 
 
 def _names(folder: AnyPath) -> list[str]:

@@ -26,14 +26,14 @@ _NAMES = {
 def read_openmoss(folder: AnyPath) -> Sae:
     """An autoencoder or a transcoder of one layer."""
     path, file = folder / CONFIG, folder / FILE
-    config = SaeSettings(str(path), read_json(path) if path.is_file() else {})
+    config = SaeSettings(str(path), read_json(path))
     for name, known in (
         ("sae_type", "sae"), ("use_glu_encoder", False), ("use_decoder_bias", True)
     ):  # fmt: skip
         if (value := config.take(name, known)) != known:
             config.refuse(name, value, str(known).lower())
     width, times = config.take("d_model", None), config.take("expansion_factor", None)
-    latents = int(width * times) if is_size(width) and type(times) in (int, float) else None
+    latents = int(width * times) if is_size(width) and type(times) in (int, float) else 0
     if not is_size(width) or not is_size(latents):
         config.refuse("d_model and expansion_factor", f"{width} and {times}", "two numbers")
     activation, k = config.take("act_fn", "relu"), config.take("top_k", 50)
