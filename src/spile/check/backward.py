@@ -24,9 +24,12 @@ def why_unchecked(recipe: ResolvedRecipe) -> str | None:
 
 def checkable(recipe: ResolvedRecipe) -> tuple[tuple[str, ...], str | None]:
     """Return the taps to check, and a line about those that are left out."""
-    why = why_unchecked(recipe)
+    why, left_out = why_unchecked(recipe), recipe.taps
     if why is None:
-        return recipe.taps, None
-    kept = tuple(tap for tap in recipe.taps if of_backward_pass(tap) is None)
+        why, left_out = "check does not recompute attributions of latents", (*recipe.encode,)
+    backward = {tap for tap in left_out if of_backward_pass(tap)}
+    kept = tuple(tap for tap in recipe.taps if tap not in backward)
+    if kept == recipe.taps:
+        return kept, None
     left = ", ".join(tap for tap in recipe.taps if tap not in kept)
     return kept, f"{why}: {left} left out"

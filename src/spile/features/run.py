@@ -14,6 +14,7 @@ import numpy as np
 
 from spile.core.errors import ConfigError
 from spile.core.options import listed
+from spile.core.tap_order import of_backward_pass
 from spile.core.threads import OnProgress, cancellation
 from spile.dataset import format as fmt
 from spile.dataset.codec.columns import read_columns
@@ -149,6 +150,11 @@ class FeatureJob:
                 "(`extract --encode` makes one, and --directions takes dense taps)"
             )
         pair = pair_of(dataset, request.tap or dataset.encoded[0])
+        if pair and of_backward_pass(pair[0]):
+            raise ConfigError(
+                f"{self.url}: {pair[0]} holds attributions, and features count activations; name "
+                "the tap of the latents with --tap"
+            )
         if pair is None:
             encoded = listed(dataset.encoded)
             raise ConfigError(f"--tap {request.tap}: holds no latents; encoded taps: {encoded}")

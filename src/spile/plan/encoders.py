@@ -64,15 +64,20 @@ def find_encoders(
         raise ConfigError("--encode-error: pooled rows have no error; leave out --pool or --reduce")
     opened = partial(open_sae, decodes=error)
     pairs = (each for item in _items(recipe.encode) for each in _pairs(*item, taps, arch, opened))
-    for where, sae, tap in pairs:
-        if "keys" in tap.kind.shape or tap.dtype(_FLOATS[0]) != _FLOATS[0]:
+    for where, sae, made in pairs:
+        tap = _read_at(made)
+        if "keys" in tap.kind.shape or tap.dtype(_FLOATS[0]) != _FLOATS[0] or tap.kind.of:
             raise ConfigError(f"--encode {where}: an encoder cannot read {tap.site}")
         sae = with_gain(sae, tap, gain)
         refuse_unfit(f"--encode {where}", sae, tap, arch)
-        if tap.name in found:
-            raise ConfigError(f"--encode names two encoders for {tap.name}; give one per tap")
+        if made.name in found:
+            raise ConfigError(f"--encode names two encoders for {made.name}; give one per tap")
+        if made.kind.summed:
+            _refuse_attribution(f"--encode {where}: {made.name}", sae, recipe)
+            whole = open_sae(where, layer=tap.layer, decodes=True)
+            sae = replace(whole, ungained=sae.ungained, gain=sae.gain)
         error_of = _reconstructed_site(where, sae, tap, taps, arch) if error else None
-        found[tap.name] = SparseEncoder.of(sae, recipe.latents, pooled=pooled, error_of=error_of)
+        found[made.name] = SparseEncoder.of(sae, recipe.latents, pooled=pooled, error_of=error_of)
     return {tap.name: found[tap.name] for tap in taps if tap.name in found}
 
 
@@ -88,6 +93,24 @@ def with_gain(sae: Sae, tap: Tap, gain: Callable[[Tap], np.ndarray] | None) -> S
         return sae
     own = gain(tap).tobytes() if gain else b""
     return replace(sae, ungained=True, gain=own, writes=sae.writes or MLP_OUT)
+
+
+def _refuse_attribution(told: str, sae: Sae, recipe: Recipe) -> None:
+    """Raise unless the attributions of an encoder's latents can be computed as a recipe says."""
+    if sae.writes is not None:
+        raise ConfigError(
+            f"{told}: a transcoder's latents write to {sae.writes}, not to what it reads; give an "
+            "autoencoder"
+        )
+    if recipe.encode_error:
+        raise ConfigError(f"{told}: attributions have no error; add them with --add-taps")
+    if recipe.pool:
+        raise ConfigError(f"{told}: attributions of latents are not pooled; leave out --pool")
+    if recipe.steps or recipe.baseline not in (None, "zero"):
+        flag = "--steps" if recipe.steps else "--baseline"
+        raise ConfigError(
+            f"{told}: attributions of latents are the gradient times the latent; leave out {flag}"
+        )
 
 
 def reconstructed_tap(sae: Sae, tap: Tap, arch: Arch) -> Tap | None:
@@ -216,13 +239,14 @@ def _pairs(
     folder = path_of(where)
     found = find_layout(folder)
     if found is None:
-        inside = [(f"{where.rstrip('/')}/{tap.name}", tap) for tap in taps
-                  if find_layout(folder / tap.name)]  # fmt: skip
+        named = {tap: _read_at(tap).name for tap in taps}
+        inside = [(f"{where.rstrip('/')}/{own}", tap) for tap, own in named.items()
+                  if find_layout(folder / own)]  # fmt: skip
         if inside:
             return [(each, opened(each, layer=tap.layer), tap) for each, tap in inside]
     if found is None or len(found.layers) < 2:
         sae = opened(where)
-        return [(where, sae, _tap_of(where, sae, taps, arch))]
+        return [(where, sae, tap) for tap in _taps_of(where, sae, taps, arch)]
     pairs: list[tuple[str, Sae, Tap]] = []
     hook = None
     for layer in found.layers:
@@ -241,7 +265,14 @@ def _pairs(
 
 def _reads(sae: Sae, tap: Tap, arch: Arch, among: Sequence[Tap]) -> bool:
     """Whether an encoder was made for a tap; if nothing says so, for the only one."""
-    return sae.hook in tap.aliases(arch) if sae.hook else len(among) == 1
+    if sae.hook:
+        return sae.hook in _read_at(tap).aliases(arch)
+    return len({*map(_read_at, among)}) == 1
+
+
+def _read_at(tap: Tap) -> Tap:
+    """Return the tap whose values an encoder reads: for attributions, those of their site."""
+    return tap.source if tap.kind.summed else tap
 
 
 def _named_tap(name: str, where: str, taps: Sequence[Tap], arch: Arch) -> Tap:
@@ -252,16 +283,16 @@ def _named_tap(name: str, where: str, taps: Sequence[Tap], arch: Arch) -> Tap:
     raise ConfigError(f"--encode {name}={where}: {name} is not among --taps ({among})")
 
 
-def _tap_of(where: str, sae: Sae, taps: Sequence[Tap], arch: Arch) -> Tap:
-    """Return the tap the encoder was made for, else the only tap."""
-    hooked = [tap for tap in taps if sae.hook and sae.hook in tap.aliases(arch)]
+def _taps_of(where: str, sae: Sae, taps: Sequence[Tap], arch: Arch) -> Sequence[Tap]:
+    """Return the tap that the encoder was made for, and its attributions; else the only tap."""
+    hooked = [tap for tap in taps if sae.hook and sae.hook in _read_at(tap).aliases(arch)]
     if hooked:
-        return hooked[0]
+        return hooked
     if sae.hook:
         raise ConfigError(
             f"--encode {where}: was made for {sae.hook}, which is not among --taps; tap it, or "
             f"write --encode TAP={where}"
         )
-    if len(taps) > 1:
+    if len({*map(_read_at, taps)}) > 1:
         raise ConfigError(f"--encode {where}: names no tap; write --encode TAP={where}")
-    return taps[0]
+    return taps

@@ -509,7 +509,7 @@ class Workload:
         """Number of values in the encoders' matrices, and in decoders that are used."""
         return sum(
             each.sae.latents
-            * (each.sae.width + (each.sae.target or each.sae.width) * bool(each.error_of))
+            * (each.sae.width + (each.sae.target or each.sae.width) * each.sae.decodes)
             for each in self.encoders.values()
         )
 

@@ -96,7 +96,8 @@ def _by_token(
 def _scaled(
     function: OfTokens, slices: int, gradient: Array, cotangent: Array
 ) -> tuple[Array, None, None]:
-    return (gradient * cotangent[..., None]).astype(gradient.dtype), None, None
+    scaled = gradient.astype(cotangent.dtype) * cotangent[..., None]
+    return scaled.astype(gradient.dtype), None, None
 
 
 by_token.defvjp(_by_token, _scaled)

@@ -1,7 +1,8 @@
 """A sparse autoencoder on the device: the largest latents of each row, and its error."""
 
 # Strict, but for values that jax's own types leave unknown.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 from typing import NamedTuple
 
@@ -29,6 +30,49 @@ def device_arrays(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.nda
     return {n: a.astype(jnp.dtype(dtype)) if a.ndim == 2 else a for n, a in arrays.items()}
 
 
+def top_attributions(
+    arrays: Arrays,
+    rows: Shaped[Array, "rows ..."],
+    gradients: Shaped[Array, "rows ..."],
+    *,
+    encoder: SparseEncoder,
+) -> TopLatents:
+    """Return how much each latent adds to an objective, to first order; the largest by magnitude.
+
+    A latent's attribution is its value times the product of the row's gradient with what it adds
+    to the reconstruction: its row of the decoder.
+    """
+    sae = encoder.sae
+
+    def product(a: Array, b: Array) -> Array:
+        return jnp.dot(a, b.astype(jnp.float32), precision="highest")
+
+    def of_row(given: tuple[Array, Array]) -> TopLatents:
+        row, gradient = (each.astype(jnp.float32) for each in given)
+        found = activations(sae, arrays, row, jnp, _typed_product)
+        found = active_latents(sae, arrays, found, jnp, kth_largest)
+
+        def made(own: Array) -> Array:
+            added: Array = decoded(sae, arrays, row, own, jnp, product)
+            return added
+
+        _, pull = jax.vjp(made, found)
+        attributions = found * pull(gradient)[0]
+        _, ids = jax.lax.top_k(jnp.abs(attributions), encoder.kept)
+        beyond = (attributions != 0).sum() > encoder.kept
+        return TopLatents(attributions[ids], ids.astype(jnp.dtype(encoder.id_dtype)), beyond, None)
+
+    flat = rows.reshape(len(rows), -1), gradients.reshape(len(rows), -1)
+    size = max(1, AT_ONCE // sae.latents)
+    if len(rows) <= size:
+        return jax.vmap(of_row)(flat)
+    return jax.lax.map(of_row, flat, batch_size=size)
+
+
+def _typed_product(a: Array, b: Array) -> Array:
+    return jnp.dot(a.astype(b.dtype), b, preferred_element_type=jnp.dtype("float32"))
+
+
 def top_latents(
     arrays: Arrays,
     rows: Shaped[Array, "rows ..."],
@@ -43,8 +87,7 @@ def top_latents(
     """
     sae = encoder.sae
 
-    def product(a: Array, b: Array) -> Array:
-        return jnp.dot(a.astype(b.dtype), b, preferred_element_type=jnp.dtype("float32"))
+    product = _typed_product
 
     def of_row(given: tuple[Array, Array | None]) -> TopLatents:
         row, wanted = given[0].astype(jnp.float32), given[1]

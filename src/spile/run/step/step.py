@@ -239,6 +239,8 @@ class StageBack(Protocol):
     def spliced(self) -> tuple[Tap, ...]: ...
     @property
     def objective(self) -> Objective | None: ...
+    @property
+    def encoders(self) -> Mapping[str, SparseEncoder]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,8 +334,9 @@ class StepSettings:
             found = {tap: found[source.name] for tap, source in gradients.items()}
             for tap in self._summed:
                 found[tap] = self._attributed(
-                    values[tap.source.name], found[tap], (baselines or {}).get(tap.name), inputs
-                )
+                    values[tap.source.name], found[tap], (baselines or {}).get(tap.name), inputs,
+                    encoded=tap.name in self.encoders,
+                )  # fmt: skip
             kept = {name: each for name, each in values.items() if name in (*names, GAPS)}
             return kept | {tap.name: each for tap, each in found.items()}
 
@@ -375,9 +378,23 @@ class StepSettings:
         return found
 
     def _attributed(
-        self, values: Array, gradients: Array, baseline: Array | None, inputs: Inputs
+        self,
+        values: Array,
+        gradients: Array,
+        baseline: Array | None,
+        inputs: Inputs,
+        *,
+        encoded: bool = False,
     ) -> Array:
-        """Return attributions. `baseline`: as `Extras.baselines` has it."""
+        """Return attributions; of latents, what they are computed from.
+
+        Args:
+            baseline: as `Extras.baselines` has it.
+            encoded: whether latents have them.
+        """
+        if encoded:
+            flat = (each.reshape(len(each), -1) for each in (values, gradients))
+            return jnp.stack([*flat], axis=1)
         if baseline is not None and inputs.beside is not None:
             baseline = kept_beside(inputs, baseline, values, self.place.shards)
         elif baseline is not None:
@@ -438,10 +455,16 @@ class StepSettings:
                 decoder, stage.kind, weights, (stream, (None, None)), inputs, given, stage.objective
             )
             return entered, [
-                self._attributed(values[own.name], gradients[own.name], baseline, inputs)
+                self._attributed(
+                    values[own.name],
+                    gradients[own.name],
+                    baseline,
+                    inputs,
+                    encoded=str(slot) in stage.encoders,
+                )
                 if tap.kind.summed
                 else gradients[own.name]
-                for (tap, own), baseline in zip(pairs, baselines, strict=True)
+                for slot, ((tap, own), baseline) in enumerate(zip(pairs, baselines, strict=True))
             ]
 
     def stored(

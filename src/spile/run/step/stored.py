@@ -25,7 +25,7 @@ from spile.models.files.encoders.sae import Arrays, SparseEncoder
 from spile.models.forward.lens import LensHead
 from spile.models.forward.pooling import Pooling, products_by_label
 from spile.models.forward.sharding import P, Shards
-from spile.models.forward.sparse_latents import TopLatents, top_latents
+from spile.models.forward.sparse_latents import TopLatents, top_attributions, top_latents
 from spile.models.layout import AXES
 from spile.models.sites import LENSES
 from spile.models.taps import Tap
@@ -201,6 +201,12 @@ class StoredForm:
     ) -> TopLatents:
         """Encode a tap's rows; every device has the whole encoder and encodes runs of tokens."""
         encoder, given = self.encoders[name], [values[name]]
+        if tap.kind.summed:  # a row's values, and their gradients
+            given = [values[name][:, 0], values[name][:, 1]]
+            function = partial(top_attributions, encoder=encoder)
+            if self.shards:
+                function = self.shards.each(function, [P(), P(AXES), P(AXES)], P(AXES))
+            return function(arrays, *given)
         if encoder.error_of:  # a site of the same block
             wanted = Tap(encoder.error_of, tap.layer)
             given.append(next(values[each] for each, own in self.taps.items() if own == wanted))
