@@ -285,6 +285,11 @@ class Reference:
         wide = np.float64 if self.model.dtype == torch.float64 else np.float32
         named = {_gradient_of(name): values.astype(wide) for name, values in found.items()}
         if missing := {*names} - named.keys():
+            if _source_of(min(missing)) in {point.name for point in self.points}:
+                raise InputError(
+                    f"check cannot recompute {min(missing)}: in {type(self.model).__name__} the "
+                    "objective does not depend on those values, or they come before an activation"
+                )
             raise InputError(
                 f"check cannot recompute {min(missing)}: no module of {type(self.model).__name__} "
                 "takes or returns just those values"

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from spile.core.config import STORE_DTYPES, Runtime
 from spile.core.errors import ConfigError
-from spile.core.pool import COVARIANCE, JACOBIAN, Pool, is_reduced, reduces
+from spile.core.pool import COVARIANCE, Pool, is_reduced, reduces
 from spile.core.system import available_memory
 from spile.core.tensors import DTYPES_BY_NAME, HEADER_ALIGN
 from spile.core.threads import mapped
@@ -22,7 +22,6 @@ from spile.corpus.pack import labels_for, slots_for
 from spile.dataset.codec.columns import Ints
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.table import Table
-from spile.models.config.kernel_choice import no_gradient
 from spile.models.config.specs import axis_sizes
 from spile.models.layout import ONE_DEVICE, Cuts, Layout, fitting_layout, parse_layout
 from spile.models.splices import FUNCTION
@@ -128,9 +127,6 @@ def _planned_residency(job: ExtractionJob, runtime: Runtime, machine: Machine) -
         most_rows=-(-largest // job.recipe.seq_len // cuts.layout.groups),
         files=job.checkpoint.files,
     )
-    reason = no_gradient(platform, job.checkpoint.arch, job.recipe.compute_dtype)
-    if reason and reduces(job.recipe.pool) == JACOBIAN:
-        raise ConfigError(f"{Pool.parse(job.recipe.pool or '').flag}: {reason}")
     if found.streams and job.beside:
         raise ConfigError(
             f"{Pool.parse(job.recipe.pool or '').flag}: needs the values of two blocks at "

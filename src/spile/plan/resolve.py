@@ -31,7 +31,6 @@ from spile.corpus.tokenize import TextTokenizer
 from spile.dataset import format as fmt
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.table import Table, read_tokenizer
-from spile.models.config.kernel_choice import no_gradient
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.encoders.sae import SparseEncoder
 from spile.models.objectives import LOGPROB, LOSS, answer_columns
@@ -150,8 +149,6 @@ def resolve(
     )
     objective = find_objective(recipe.objective, taps, checkpoint.arch, compute)
     baseline = find_baseline(recipe.baseline, taps, checkpoint, resolved.seq_len, recipe.steps)
-    if objective and (why := no_gradient(platform, checkpoint.arch, compute)):
-        raise ConfigError(f"--taps: {why}")
     if objective and reduces(resolved.pool) == JACOBIAN:
         raise ConfigError("--reduce jacobian: a gradient has none here; tap the sites themselves")
     if (

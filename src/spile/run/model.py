@@ -331,8 +331,7 @@ class Model:
         return Objective(kind=FUNCTION, identity=FUNCTION, aims=tuple(aims), functions=functions)
 
     def _refuse_no_gradient(self, asked: str) -> None:
-        settings = self._settings
-        why = no_gradient(settings.place.device.platform, self.arch, settings.compute_dtype)
+        settings, why = self._settings, None
         if isinstance(self._weights, SweptModel):
             why = "streamed blocks are gone when the gradient needs them; give weights='resident'"
         if settings.compute_dtype not in ("float32", "bfloat16"):

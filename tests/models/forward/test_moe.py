@@ -328,3 +328,21 @@ def test_each_way_multiplies_float8_alike() -> None:
     for way, close in ((tiled, 1e-5), (ragged, 2.0**-8)):
         found = np.asarray(way(runs)(x, w), np.float64)[:17]
         assert np.linalg.norm(found - wanted) <= close * np.linalg.norm(wanted)
+
+
+def test_a_mix_that_is_differentiated_copies_no_words_and_calls_no_kernel() -> None:
+    """jax would take the gradient of values that were copied as integers for zero."""
+    arch = arch_of(2)
+    block, x = random_block(arch, 0), tokens(0)
+    ids = jnp.zeros((ROWS, SEQ, 2), jnp.int32).at[..., 1].set(1)
+    weights = jnp.ones((ROWS, SEQ, 2), jnp.bfloat16)
+    half = {name: jnp.asarray(array, jnp.bfloat16) for name, array in block.items()}
+
+    def program(*, differentiable: bool) -> str:
+        def out(x: Any) -> Any:
+            return mix(x, weights, ids, half, arch, differentiable=differentiable)
+
+        return str(jax.make_jaxpr(out)(jnp.asarray(x, jnp.bfloat16)))
+
+    assert "bitcast" in program(differentiable=False)
+    assert "bitcast" not in program(differentiable=True)

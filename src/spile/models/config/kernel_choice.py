@@ -142,7 +142,10 @@ def told_recurrence(choice: KernelChoice) -> str:
 
 
 def no_gradient(platform: str, arch: Arch, dtype: str) -> str | None:
-    """Why jax cannot differentiate a model on a platform, with attention in blocks."""
+    """Why jax itself cannot differentiate a model on a platform, with attention in blocks.
+
+    (A step with gradients leaves out the kernels that have none.)
+    """
     if platform == "gpu" and arch.experts and dtype != "float32":
         return "a GPU's kernels for experts have no gradient; give compute_dtype='float32'"
     return None

@@ -358,10 +358,8 @@ def _mlp(
     known = jnp.isfinite(logits).all(axis=-1, keepdims=True)
     chosen = jnp.where(known, ids, -1)
     values = {"router_logits": logits, "expert_weights": weights, "expert_ids": chosen}
-    if run.shards:
-        out = moe.mixed_experts(given, weights, ids, block, arch, run.shards)
-    else:
-        out = moe.mix(given, weights, ids, block, arch)
+    mixed = partial(moe.mixed_experts, shards=run.shards) if run.shards else moe.mix
+    out = mixed(given, weights, ids, block, arch, differentiable=run.goes_back)
     out = normed(out, "experts_post_norm")
     if experts.shared:
         within = at if experts.apart else in_block({})

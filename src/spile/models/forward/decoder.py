@@ -88,6 +88,7 @@ class Decoder:
     sites: tuple[Tap, ...] = ()
     aims: tuple[Tap, ...] = ()
     remat: bool = False
+    goes_back: bool = False  # there is a backward pass, perhaps with no site in this stage
 
     def forward(self, params: Params, inputs: Inputs, schedule: LayerSchedule) -> dict[str, Array]:
         """Run the model down to the deepest tap; return each tap's values [rows x kept, ...].
@@ -307,7 +308,7 @@ class Decoder:
             attends, wanted, heads_kept(self.taps, arch, shapes),
             {t.site: t.shape(arch, tokens.shape[1])[-1] for t in self.taps if t.kind.largest_of},
             shards, changed_places(self.splice), self.scores_all or patterns,
-            aims=aims, remat=self.remat,
+            aims=aims, remat=self.remat, goes_back=self.goes_back,
         )  # fmt: skip
         if not self.sites:
             return run

@@ -101,6 +101,7 @@ class ForwardPass:
     watched: "Watched | None" = None  # the values whose gradients are collected
     aims: dict[str, list[int]] = field(default_factory=dict[str, list[int]])  # as `wanted`
     remat: bool = False  # blocks are computed again in the backward pass, and keep nothing for it
+    goes_back: bool = False  # there is a backward pass
 
     def by_rows(self, values: Array) -> Array:
         return self.shards.rows(values) if self.shards else values

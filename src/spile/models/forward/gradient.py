@@ -15,6 +15,7 @@ stream that entered the stage, and computes the stage again.
 # pyright: reportUnknownVariableType=false
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -54,6 +55,7 @@ def linearized(
         decoder: with `sites` and `aims`. Its attention must have a backward pass.
         schedule: of blocks as far as the last tap and the last aim.
     """
+    decoder = replace(decoder, goes_back=True)
     probes = decoder.probes(inputs, schedule)
 
     def run(probes: Any) -> tuple[Any, SiteValues]:
@@ -190,6 +192,7 @@ def stage_pulled_back(
         cotangents: of what left the stage; None where nothing later depends on it.
         objective: the part that reads the stage's aims, instead of their cotangents.
     """
+    decoder = replace(decoder, goes_back=True)
     probes = decoder.stage_probes(kind, inputs)
 
     def run(entering: Any, probes: Any) -> tuple[Cotangents, SiteValues]:

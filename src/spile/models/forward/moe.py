@@ -124,11 +124,13 @@ def mix(
     *,
     first: Int[Array, ""] | int = 0,
     adds: Bool[Array, ""] | bool = True,
+    differentiable: bool = False,
 ) -> Float[Array, "rows seq width"]:
     """Return the weighted sum of the chosen experts' outputs.
 
     If the block holds only some of the experts, `first` is the id of its first one; the others add
-    nothing. `adds`: whether to add the output bias here.
+    nothing. `adds`: whether to add the output bias here. `differentiable`: whether to leave out
+    the GPU's kernel, and its copies of words, through which jax has no gradient.
     """
     assert arch.experts
     flat = x.reshape(-1, x.shape[-1])
@@ -153,7 +155,9 @@ def mix(
         grouped, of = way(runs), runs.lay(expert, expert)
         token = runs.lay(order // ids.shape[-1], expert)
         by = weights.reshape(-1)[runs.lay(order, expert)] if weighs_input else None
-        tokens = _gathered(flat, token, by, float8=isinstance(block["w_up"], Float8Weight))
+        rows = flat[token] if differentiable else None
+        float8 = isinstance(block["w_up"], Float8Weight)
+        tokens = _gathered(flat, token, by, rows, float8=float8)
 
         def each(inputs: ExpertRows, name: str) -> Array:
             weight, bias = block[f"w_{name}"], block.get(f"b_{name}")
@@ -178,7 +182,7 @@ def mix(
     plain = Groups(sizes, len(order))
     ways = {"tpu": partial(outputs, plain, ragged)}
     matrices = [block[name] for name in ("w_up", "w_gate", "w_down") if name in block]
-    if mosaic_serves(*matrices):
+    if mosaic_serves(*matrices) and not differentiable:
         together = arch.gated and gating.serves(x.dtype)
         runs = Groups(sizes, len(order), EIGHT)
         ways["cuda"] = partial(outputs, runs, mosaic, together=together)
@@ -190,12 +194,17 @@ def _gathered(
     x: Float[Array, "tokens width"],
     token: Int[Array, " rows"],
     weights: Float[Array, " rows"] | None,
+    rows: Float[Array, "rows width"] | None,
     *,
     float8: bool,
 ) -> ExpertRows:
-    """Gather tokens for their experts, multiplied by their weights if there are any."""
+    """Gather tokens for their experts, multiplied by their weights if there are any.
+
+    Args:
+        rows: the tokens, if they have been gathered.
+    """
     if not float8:
-        rows = _rows(x, token)
+        rows = _rows(x, token) if rows is None else rows
         return rows if weights is None else rows * weights[:, None]
     values, scale = to_float8(x)
     scale = scale[token] if weights is None else scale[token] * weights.astype(jnp.float32)
@@ -224,7 +233,14 @@ def _rows_by_words(x: Float[Array, "rows width"], places: Int[Array, " wanted"])
 
 
 def mixed_experts(
-    x: Any, weights: Any, ids: Any, block: Block, arch: Arch, shards: Shards
+    x: Any,
+    weights: Any,
+    ids: Any,
+    block: Block,
+    arch: Arch,
+    shards: Shards,
+    *,
+    differentiable: bool = False,
 ) -> jax.Array:
     """Run `mix` on a mesh: each device runs its experts, or its part of every expert.
 
@@ -243,7 +259,10 @@ def mixed_experts(
         first = part * len(unscaled(held["w_up"])) if shards.model_axis("experts") else 0
         # The bias is replicated, so only one device adds it.
         adds = part == 0 if cut and not shards.model_axis("experts") else True
-        out = mix(x, weights, ids, dict(held), arch, first=first, adds=adds)
+        out = mix(
+            x, weights, ids, dict(held), arch,
+            first=first, adds=adds, differentiable=differentiable,
+        )  # fmt: skip
         return jax.lax.psum(out, "model") if cut else out
 
     rows = P(ROWS)
