@@ -589,5 +589,5 @@ def test_features_are_shown_searched_and_compared(seen: Seen, counted: web_page.
     page.keyboard.press("Enter")
     expect(page.get_by_label("Feature", exact=True)).to_have_value(str(web_page.LOUD_LATENT))
     page.get_by_label("Compared with").select_option("resid_post.0-1")
-    expect(page.locator("aside .quiet").first).to_contain_text("features that are active in a sample of")
+    expect(page.locator("aside .quiet").first).to_contain_text("active in a sample of")
     expect(picked.first.locator(".number").first).to_have_text("1")
