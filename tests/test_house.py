@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import functools
 import re
 from pathlib import Path
 
@@ -86,6 +87,7 @@ EXEMPT = {
 }
 
 
+@functools.cache
 def tree(module: Path) -> ast.Module:
     return ast.parse((SOURCES / module).read_text())
 
@@ -161,9 +163,9 @@ def test_every_module_says_what_it_holds() -> None:
 
 
 def test_names_of_tests_stay_under_70_characters() -> None:
-    files = {path: ast.walk(ast.parse(path.read_text())) for path in TESTS.rglob("test_*.py")}
-    names = [node.name for nodes in files.values() for node in nodes
-             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]  # fmt: skip
+    texts = [path.read_text() for path in TESTS.rglob("test_*.py")]
+    names = [name for text in texts for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)]
+    assert len(names) > 3000
     assert [name for name in names if len(name) >= 70] == []
 
 

@@ -313,6 +313,7 @@ def test_what_is_done_of_an_unfinished_dataset_is_checked(small: Path) -> None:
     assert 0 < report.documents < DOCUMENTS
 
 
+@pytest.mark.full
 def test_added_taps_are_checked_and_a_fault_in_one_is_named(small: Path) -> None:
     spile.extract(Recipe(add_taps="mlp_out:0", store_dtype="bfloat16"), str(small))
     report = check(str(small), samples=1)

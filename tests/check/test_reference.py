@@ -475,6 +475,7 @@ def test_in_float64_nothing_is_rounded_to_float32(name: str) -> None:
     assert all(np.array_equal(again[tap], values) for tap, values in fresh.items())
 
 
+@pytest.mark.full
 def test_experts_in_float8_are_those_of_the_model_that_stores_rows() -> None:
     made = FAMILIES["qwen3moe-gqa"](hidden_size=128, moe_intermediate_size=128)
     made.set_experts_implementation("eager")

@@ -68,6 +68,7 @@ def test_where_weights_are_kept_changes_no_row(kept: str, folder: Path) -> None:
         np.testing.assert_array_equal(again.read(tap), ours.read(tap))
 
 
+@pytest.mark.full
 def test_rows_may_be_stored_as_int8_and_as_latents(folder: Path) -> None:
     exact = extracted(folder, "float32", "float32")
     small = extracted(folder, "int8", "float16", taps="resid_post:2", store_dtype="int8")
@@ -78,6 +79,7 @@ def test_rows_may_be_stored_as_int8_and_as_latents(folder: Path) -> None:
     np.testing.assert_allclose(found, wanted, atol=0.02 * wanted.max())
 
 
+@pytest.mark.full
 def test_a_changed_model_computes_in_float16_too(folder: Path) -> None:
     np.save(folder / "far.npy", np.full(32, 3.0, np.float32))
     given: dict[str, Any] = {

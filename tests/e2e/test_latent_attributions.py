@@ -52,7 +52,7 @@ def of_hf(model: Path, ids: np.ndarray) -> np.ndarray:
     return latents * (found["resid_post.1"] @ tensors["W_dec"].T)
 
 
-def test_a_latents_attribution_is_its_value_times_the_gradient_along_its_decoder(
+def test_an_attribution_is_the_value_times_the_gradient_along_its_decoder(
     dataset: spile.Dataset, model: Path
 ) -> None:
     """The largest by magnitude are stored, with their signs."""

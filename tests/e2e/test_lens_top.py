@@ -101,6 +101,7 @@ def test_predictions_are_those_of_the_models_own_head(
     assert max(tap.error for tap in checked.taps.values()) < 2e-5
 
 
+@pytest.mark.full
 def test_a_lens_grows_with_the_dataset_and_stands_beside_other_taps(
     recipe: Recipe, lenses: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -123,6 +123,7 @@ def test_where_chooses_what_is_pooled(
     assert_close(ds.read("resid_post.1"), np.stack(wanted))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("by", some(["mean", "max"], "mean"))
 def test_latents_are_the_largest_of_all_means_not_means_of_the_largest(
     by: str, recipe: Recipe, tokens: spile.Dataset, tmp_path: Path

@@ -60,6 +60,7 @@ def test_the_schema_accepts_it(dist: Path, target: str) -> None:
     assert len(list(validator().iter_errors(made))) >= 2
 
 
+@pytest.mark.full
 def test_it_names_the_wheel_and_every_locked_package_by_hash(dist: Path, wheel: Path) -> None:
     made = read(dist, "cpu")
     root = made["metadata"]["component"]

@@ -135,6 +135,7 @@ def published(out: Path) -> tuple[Sae, dict[str, np.ndarray]]:
     return sae, load_arrays(sae)[0]
 
 
+@pytest.mark.full
 def test_jumprelu_finds_the_number_of_latents_that_was_asked_for(
     example: Any, dataset: str, tmp_path: Path
 ) -> None:

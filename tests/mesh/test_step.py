@@ -67,10 +67,10 @@ def test_rows_and_statistics_are_those_of_one_device(
         np.testing.assert_allclose(cut.variance, exact.variance, atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "keep"),
-    some([(SQUARE, True), (SQUARE, False), (CUT_THREE_WAYS, True), (Layout(1, 8), True)],
-         (SQUARE, True)),
+    [(SQUARE, True), (SQUARE, False), (CUT_THREE_WAYS, True), (Layout(1, 8), True)],
     ids=str,
 )  # fmt: skip
 def test_gradients_are_those_of_one_device(model: Path, layout: Layout, keep: bool) -> None:
@@ -103,7 +103,7 @@ def test_gaps_of_an_engine_are_those_of_one_device(model: Path, layout: Layout) 
     np.testing.assert_allclose(mesh.gaps[1], gaps, atol=1e-5)
 
 
-@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("gathers", some([False, True], True))
 @pytest.mark.parametrize(
     ("layout", "keep"),
     some(

@@ -25,6 +25,7 @@ def close(found: jax.Array, wanted: jax.Array) -> None:
     assert np.nanmax(np.abs(ours - theirs)) < 2e-5 * np.nanmax(np.abs(theirs))
 
 
+@pytest.mark.full
 def test_gradients_are_those_that_jax_takes_through_a_splice(loaded: spile.Model) -> None:
     """Of several texts at once, each of its own; NaN beyond the end of the shorter one."""
     found = loaded.grad(TEXTS, "resid_post:0,z:1.h1")

@@ -87,6 +87,7 @@ def test_values_that_are_spliced_in_leave_the_filler_alone(loaded: spile.Model) 
     close(shifted.last(), np.asarray(found.last("logits")))
 
 
+@pytest.mark.full
 def test_gradients_are_those_of_each_text_alone(loaded: spile.Model) -> None:
     def steered(vector: jax.Array, texts: list[str]) -> jax.Array:
         found = loaded(texts, "resid_post:2,logits", splice={"resid_post.0": added(vector)})

@@ -112,6 +112,7 @@ def test_of_equal_weights_the_earlier_key_comes_first(monkeypatch: pytest.Monkey
     assert (keys[1, TOP:] == np.arange(TOP)).all()
 
 
+@pytest.mark.full
 def test_blocks_of_queries_and_chosen_queries_give_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

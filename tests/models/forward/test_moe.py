@@ -315,6 +315,7 @@ def test_experts_in_float8_multiply_rounded_factors(weighs_input: bool) -> None:
     assert np.linalg.norm(found - wanted) < 0.03 * np.linalg.norm(wanted)
 
 
+@pytest.mark.full
 def test_each_way_multiplies_float8_alike() -> None:
     rng = np.random.default_rng(4)
     sizes = (5, 0, 9, 3)

@@ -217,7 +217,7 @@ def test_what_is_shut_inside_another_mixer_lets_nothing_pass(
     [
         ("llama-gqa", (*STREAM, *INSIDE)),
         pytest.param("gemma2-gqa", STREAM, marks=pytest.mark.full),  # two kinds of blocks in turn
-        ("neox", STREAM),
+        pytest.param("neox", STREAM, marks=pytest.mark.full),
         # a plain block before those of the scan
         pytest.param(
             "glm4moe-gqa", ("shared_expert_out", "attn_out", "resid_post"), marks=pytest.mark.full

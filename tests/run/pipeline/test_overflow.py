@@ -104,6 +104,7 @@ def test_weights_that_float16_cannot_hold_are_refused(tmp_path: Path, corpus: Pa
     spile.load_model(str(huge), compute_dtype="float32")
 
 
+@pytest.mark.full
 def test_ids_of_experts_that_nothing_chose_are_not_stored(tmp_path: Path, corpus: Path) -> None:
     config = {
         "architectures": ["MixtralForCausalLM"], "model_type": "mixtral",

@@ -151,6 +151,7 @@ def test_a_sweep_holds_two_blocks_at_a_time(
     assert most and max(most) <= 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("moment", some(["first", "later", "later, of parts"], "later"))
 def test_a_disk_that_fails_in_a_sweep_ends_the_run_in_one_line(
     moment: str, model: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

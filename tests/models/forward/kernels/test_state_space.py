@@ -71,6 +71,7 @@ def test_long_rows_have_the_values_of_short_ones(seq: int) -> None:
     assert error(found, jax.jit(by_token)(*given, places)) < 2.0**-8
 
 
+@pytest.mark.full
 def test_the_gradient_is_that_of_the_definition() -> None:
     given, places = inputs(1, 70), segments(((30, 20),), 70)
 
