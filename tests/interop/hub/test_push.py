@@ -18,8 +18,10 @@ from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 from chaos.harness import Result, run
 from spile.dataset import format as fmt
 from spile.dataset.maintain.compact import compact
+from spile.dataset.maintain.features import drop_features
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read.opening import open_dataset
+from spile.features.run import FeatureRequest, make_features
 from spile.interop.hub import push
 from spile.objects import LocalObjects, open_objects
 from support import hub_server, servers, stored, tiny, zygote
@@ -199,6 +201,33 @@ def test_complete_added_taps_are_pushed_and_dropped_ones_removed(
     added.drop()
     assert client.push(made.path, REPO)["files"] == 1
     assert "z.0" not in open_dataset(client.download(tmp_path / "again").url).taps
+
+
+def test_features_are_pushed_with_their_files(hub: Hub, client: Client, tmp_path: Path) -> None:
+    made = stored.copied(tmp_path / "out", taps=stored.LATENTS, **stored.ENCODED)
+    client.push(made.path, REPO)
+    make_features(str(made.path), FeatureRequest(logits=0))
+    before = files(hub)
+    prefix = fmt.feature_prefix("mlp_out.1-1")
+    needed = [k for k in made.listed(prefix) if "/done/" not in k and "/parts/" not in k]
+    assert client.push(made.path, REPO)["files"] == len(needed) > 3
+    assert files(hub) == before | {key: made.objects.get(key) for key in needed}
+    assert client.push(made.path, REPO)["files"] == 0
+    fetched = client.download(tmp_path / "fetched")
+    assert verify(fetched).ok
+    found = open_dataset(fetched.url).features("mlp_out.1")
+    ours = open_dataset(made.objects.url).features("mlp_out.1")
+    assert found.top(3).values.tolist() == ours.top(3).values.tolist()
+    # A damaged file is not sent; dropped features are dropped there, too.
+    make_features(str(made.path), FeatureRequest(logits=0))
+    column = next(made.path.joinpath(prefix, "columns").iterdir())
+    good = column.read_bytes()
+    column.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    assert "checksum does not match" in client.refused(3, made.path, REPO)
+    column.write_bytes(good)
+    drop_features(made.ledger, ["mlp_out.1-1"])
+    assert client.push(made.path, REPO)["files"] == 1
+    assert open_dataset(client.download(tmp_path / "again").url).feature_sets == []
 
 
 def test_each_record_is_read_once_and_few_units_are_held(

@@ -39,7 +39,7 @@ def audit_features(ledger: Ledger, *, quick: bool) -> tuple[list[str], list[str]
             orphans += [features.prefix + key for key in keys]
             continue
         try:
-            found = _listed(features)
+            found = listed_records(features)
             named = {file.key for file in found.files()}
             faults += _faults(ledger, features, found, quick)
         except SpileError as error:
@@ -52,7 +52,7 @@ def audit_features(ledger: Ledger, *, quick: bool) -> tuple[list[str], list[str]
 
 
 @dataclass(frozen=True)
-class _Listed:
+class FeatureRecords:
     """The records that readers and later calls need, from one listing of each kind.
 
     Attributes:
@@ -72,7 +72,7 @@ class _Listed:
             yield from made.named()
         yield from self.logits.values()
 
-    def records(self) -> Iterator[str]:
+    def own_keys(self) -> Iterator[str]:
         """Yield the keys of the records."""
         yield fmt.FEATURE_SET
         yield from (fmt.numbered(fmt.SUMMARIES, units) for units in self.summaries)
@@ -80,11 +80,12 @@ class _Listed:
         yield from (fmt.numbered(fmt.LOGITS, block) for block in self.logits)
 
 
-def _listed(features: FeatureSet) -> _Listed:
+def listed_records(features: FeatureSet) -> FeatureRecords:
+    """List the records of a set that readers and later calls need, and read them."""
     summaries = {n: made for n in features.summaries() if (made := features.summary(n))}
     waiting = _waiting(features, [*summaries])
     logits = {n: file for n in features.blocks() if (file := features.logits(n))}
-    return _Listed(features.spec(), summaries, (*waiting,), logits)
+    return FeatureRecords(features.spec(), summaries, (*waiting,), logits)
 
 
 def _waiting(features: FeatureSet, summaries: Sequence[int]) -> Iterator[FeatureFiles]:
@@ -96,7 +97,9 @@ def _waiting(features: FeatureSet, summaries: Sequence[int]) -> Iterator[Feature
             yield part
 
 
-def _faults(ledger: Ledger, features: FeatureSet, found: _Listed, quick: bool) -> Iterator[str]:
+def _faults(
+    ledger: Ledger, features: FeatureSet, found: FeatureRecords, quick: bool
+) -> Iterator[str]:
     for file in found.files():
         try:
             if not quick:
@@ -176,10 +179,10 @@ def copy_features(source: Ledger, dest: Objects, copied: Callable[[int], None]) 
         if exists(dest, features.prefix + fmt.DROPPED):
             continue  # what the destination has dropped stays dropped
         # (Listed once: another process may be counting, and a record must not go without files.)
-        found = _listed(features)
+        found = listed_records(features)
         for file in found.files():
             put_file(features, file)
-        for key in found.records():
+        for key in found.own_keys():
             put(features.prefix + key, features.objects.get(key))
 
 

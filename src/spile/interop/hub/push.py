@@ -3,8 +3,8 @@
 A commit holds whole units, each with its done record. So the records alone tell which units a
 repository has, and the same command sends the missing ones. The unit table and the card come in the
 last commit: until then nobody can mistake the files for a dataset. A pass is sent if it is
-complete; its record also comes in the last commit. Every file is checked against its record before
-it is sent.
+complete; its record also comes in the last commit, as do features. Every file is checked against
+its record before it is sent.
 """
 
 import contextlib
@@ -15,21 +15,25 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import numpy as np
+import xxhash
 
-from spile.core.errors import ConfigError, SpileError, StoreError
+from spile.core.errors import ConfigError, CorruptError, SpileError, StoreError
 from spile.core.libraries import import_library
 from spile.core.retry import backoff
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.format import Shard, TapInfo
+from spile.dataset.maintain.features import listed_records
 from spile.dataset.maintain.finished import FinishedPart, finished_parts
 from spile.dataset.maintain.signature import decode_list
 from spile.dataset.read.checked_file import CheckedFile
+from spile.dataset.records.features import live_sets, set_names
+from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.manifest import named_files
 from spile.dataset.records.passes import pass_names
 from spile.dataset.records.table import read_tokenizer, table_records
@@ -141,6 +145,10 @@ class _Source:
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self.parts = finished_parts(objects)
+        sent = {part.prefix for part in self.parts}
+        live = [each for each, spec in live_sets(Ledger(objects)) if spec.of in sent]
+        # (Listed once: `spile features` may be at work, and a record must not go without files.)
+        self.features = {each.prefix: listed_records(each) for each in live}
         self.table = self.parts[0].table
         self.totals = self.parts[0].catalog.totals()
         self.totals.bytes += sum(part.catalog.totals().bytes for part in self.parts[1:])
@@ -163,6 +171,9 @@ class _Source:
         found: dict[str, bytes] = {}
         for part in self.parts:
             found |= {part.prefix + key: data for key, data in self._beside(part).items()}
+        for prefix, records in self.features.items():
+            keys = [prefix + key for key in records.own_keys()]
+            found |= {key: self._objects.get(key) for key in keys}
         with contextlib.suppress(FileNotFoundError):  # not every dataset is signed
             keys = [*fmt.SIGNATURES]
             signed = {key: self._objects.get(key) for key in keys}
@@ -178,7 +189,16 @@ class _Source:
             known = named_files(part.table) if part.prefix else set[str]()
             named = named_files(part.table, *part.ledger.derived.manifests(part.table)) - known
             found += [part.prefix + key for key in sorted(named)]
+        found += sorted(self._columns)
         return found + self._digests(rest)
+
+    @cached_property
+    def _columns(self) -> dict[str, str]:
+        """The files of features by key, each with its digest."""
+        every = self.features.items()
+        return {
+            prefix + file.key: file.digest for prefix, records in every for file in records.files()
+        }
 
     def _digests(self, rest: Mapping[str, bytes]) -> list[str]:
         """Return the keys of the digests that the signature covers."""
@@ -200,12 +220,13 @@ class _Source:
         return found
 
     def dropped(self, files: Mapping[str, Any]) -> dict[str, bytes]:
-        """Return the records of dropped passes that the repository still holds."""
-        prefixes = map(fmt.pass_prefix, pass_names(self._objects))
+        """Return the records of dropped passes and features that the repository still holds."""
+        held = {fmt.pass_prefix(name): fmt.PASS for name in pass_names(self._objects)}
+        held |= {fmt.feature_prefix(name): fmt.FEATURE_SET for name in set_names(self._objects)}
         return {
             prefix + fmt.DROPPED: self._objects.get(prefix + fmt.DROPPED)
-            for prefix in prefixes
-            if prefix + fmt.PASS in files and exists(self._objects, prefix + fmt.DROPPED)
+            for prefix, record in held.items()
+            if prefix + record in files and exists(self._objects, prefix + fmt.DROPPED)
         }
 
     def checked(self, file: Shard, folder: str) -> Path:
@@ -219,6 +240,9 @@ class _Source:
     def unlike(self, key: str, entry: Any, folder: str) -> Path | None:
         """Return a path to a file's content; None if the repository has the same content."""
         data = self._objects.get(key)
+        digest = self._columns.get(key)
+        if digest is not None and xxhash.xxh3_128_hexdigest(data) != digest:
+            raise CorruptError(key, "checksum does not match (damaged)")
         if _same(entry, data):
             return None
         return self._objects.local_path(key) or _copied(key, [data], folder)
@@ -419,10 +443,11 @@ def _refuse_other(
     files: Mapping[str, Any], source: _Source, rest: Mapping[str, bytes], repo: str
 ) -> None:
     """Refuse a repository that holds another dataset's table, or another pass."""
-    for part in source.parts:
-        for key in (part.prefix + fmt.UNITS, part.prefix + fmt.PASS):
-            if key in files and not (key in rest and _same(files[key], rest[key])):
-                raise _other_dataset_error(repo, key)
+    ours = [part.prefix + key for part in source.parts for key in (fmt.UNITS, fmt.PASS)]
+    ours += [prefix + fmt.FEATURE_SET for prefix in source.features]
+    for key in ours:
+        if key in files and not (key in rest and _same(files[key], rest[key])):
+            raise _other_dataset_error(repo, key)
 
 
 def _other_dataset_error(repo: str, key: str) -> ConfigError:
