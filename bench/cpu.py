@@ -24,10 +24,11 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 import spile
-from spile.core.tensors import map_tensor, write_tensors
+from spile.core.tensors import write_tensors
 from spile.corpus.files import find_files
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.demo import demo_model
+from spile.models.files.safetensors import read_tensor
 
 SEQ_LEN = 1024
 EQUAL = 256
@@ -42,8 +43,8 @@ def cut_model(directory: Path, layers: int) -> Path:
     (directory / "config.json").write_text(json.dumps(config))
     dropped = [f"model.layers.{i}." for i in range(layers, source.arch.num_layers)]
     kept = {
-        name: map_tensor(path, info)
-        for name, (path, info) in source.tensors.items()
+        name: read_tensor(file, info)
+        for name, (file, info) in source.tensors.items()
         if not name.startswith(tuple(dropped))
     }
     write_tensors(directory / "model.safetensors", kept)
