@@ -1,6 +1,8 @@
 """Memory of devices, reported or counted; a chip's peak, published or measured."""
 
+import ctypes
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ import pytest
 from spile.core.errors import ConfigError
 from spile.plan.chips import CHIPS
 from spile.run.world.devices import (
+    keep_freed_memory,
     memory_limit,
     memory_used,
     peak_flops,
@@ -136,3 +139,23 @@ def test_devices_that_share_a_processor_have_no_peak_of_their_own(
 ) -> None:
     monkeypatch.setattr(jax, "local_device_count", lambda: 8)
     assert peak_flops(jax.devices()[0], "float32") is None
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc alone has it")
+def test_a_step_reuses_the_memory_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
+        monkeypatch.delenv(name, raising=False)
+    keep_freed_memory()
+    libc, size = ctypes.CDLL(None), 48 << 20
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+
+    def pages_cleared() -> int:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        buffer = libc.malloc(size)
+        ctypes.memset(buffer, 1, size)
+        libc.free(buffer)
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+    pages_cleared()
+    assert pages_cleared() < size / resource.getpagesize() / 100

@@ -4,6 +4,7 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
+import ctypes
 import importlib
 import os
 import time
@@ -29,6 +30,10 @@ _MISSING = {
 # Measured at 7B shapes on an H200 (docs/benchmarks.md): cuBLAS is 3% faster than XLA's own
 # matrix products, and compiles sooner.
 _XLA_FLAGS = ("--xla_gpu_enable_triton_gemm=false",)
+# Parameters of glibc's mallopt, and the variables by which users set them.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_SET_BY_USERS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+_KEPT = 1 << 30  # bytes of the largest buffers that are kept
 
 
 def prepared_device() -> Any:
@@ -43,10 +48,26 @@ def prepared_device() -> Any:
         device = jax.local_devices()[0]
     except (RuntimeError, AssertionError, ImportError) as error:
         raise start_error(str(error)) from error
+    if device.platform == "cpu":
+        keep_freed_memory()
     # (The CPU compiler's cache is valid only on the same machine, and it compiles fast anyway.)
     if device.platform != "cpu" and not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "xla"))
     return device
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed memory for the next step, unless the user tuned it.
+
+    XLA allocates a program's buffers each time it runs. By default, glibc takes large ones from the
+    kernel and returns them at once, so the kernel clears the same pages for every block of every
+    step (docs/benchmarks.md#cpu). Other C libraries have no such function.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or any(name in os.environ for name in _SET_BY_USERS):
+        return
+    mallopt(_TRIM_THRESHOLD, _KEPT)
+    mallopt(_MMAP_THRESHOLD, _KEPT)
 
 
 def _host_gigabytes() -> int:
