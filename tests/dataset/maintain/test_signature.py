@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.numpy
 import xxhash
@@ -18,6 +20,8 @@ from spile.dataset import format as fmt
 from spile.dataset.maintain.audit import audit_unit
 from spile.dataset.maintain.signature import SignedList, decode_list
 from spile.dataset.maintain.verify import Journal, verify
+from spile.dataset.records.features import FeatureSet
+from spile.features.run import FeatureRequest, make_features
 from support import stored
 
 pytestmark = pytest.mark.skipif(
@@ -323,3 +327,34 @@ def test_the_tokenizer_is_signed(tmp_path: Path, keys: Path) -> None:
     key = dataset.table.tokenizer["tokenizer.json"].key
     stored.flip(dataset.path / key, 1, 4)
     assert f"{key}: is not the record that was signed" in faults(dataset, keys)
+
+
+def test_features_are_signed(tmp_path: Path, keys: Path) -> None:
+    dataset = stored.build(tmp_path / "out", UNITS, taps=stored.LATENTS, **stored.ENCODED)
+    make_features(str(dataset.path), FeatureRequest(logits=0))
+    assert run("sign", dataset.path, "--key", keys / "mine").code == 0
+    assert run("gc", dataset.path).code == 0  # (removes what a summary has taken in)
+    assert faults(dataset, keys) == []
+    folder = dataset.path / "features/mlp_out.1-1"
+    # A forger also adapts the record that names a changed file.
+    record = next((folder / "summaries").iterdir())
+    body = record.read_bytes()
+    features = FeatureSet(dataset.objects, "mlp_out.1-1")
+    made = features.summary(features.summaries()[0])
+    assert made is not None
+    features.objects.delete(f"summaries/{record.name}")
+    features.create_summary(replace(made, rows=made.rows + 1))
+    (fault,) = faults(dataset, keys)
+    assert (
+        fault == f"features/mlp_out.1-1/summaries/{record.name}: is not the record that was signed"
+    )
+    record.write_bytes(body)
+    # Features that nobody signed; and those that are dropped.
+    np.save(tmp_path / "one.npy", np.ones(6))
+    request = FeatureRequest(tap="resid_post.0", directions=[str(tmp_path / "one.npy")], logits=0)
+    make_features(str(dataset.path), request)
+    assert all("is not signed; whoever added it" in fault for fault in faults(dataset, keys))
+    for name in ("resid_post.0-1", "mlp_out.1-1"):
+        assert run("drop", dataset.path, "--features", name).code == 0
+    assert run("gc", dataset.path).code == 0 and not (folder / "summaries").exists()
+    assert faults(dataset, keys) == []

@@ -14,18 +14,21 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from spile.core.errors import ConfigError, CorruptError, StoreError, printable
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.codec.columns import columns_in, encode_columns, ends_of, ints, run_of
 from spile.dataset.format import Done, KeyLayout, Shard
+from spile.dataset.maintain.features import listed_records
 from spile.dataset.read.checked_file import CheckedFile
+from spile.dataset.records.features import dead_sets, live_sets
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.manifest import Manifest, named_files
 from spile.dataset.records.table import Table, table_records
@@ -130,7 +133,14 @@ def sign(
     there = ledger.done_units()
     if not there.intersection(range(count)):
         raise StoreError(f"{objects.url}: no unit is done yet; there is nothing to sign")
-    digests = {name: _digest(objects.get(name)) for name in _beside(objects, table, manifests)}
+    counted, columns = _of_features(ledger)
+    names = (*_beside(objects, table, manifests), *counted)
+    digests = {name: _digest(objects.get(name)) for name in names}
+    for name, checksum in columns.items():
+        content = objects.get(name)
+        if xxhash.xxh3_128_hexdigest(content) != checksum:
+            raise CorruptError(name, "checksum does not match (damaged)")
+        digests[name] = _digest(content)
     units = files = size = 0
     for group in range(layout.groups(count)):
         wanted = sorted(there.intersection(layout.units_of(group, count)))
@@ -198,6 +208,20 @@ def _beside(objects: Objects, table: Table, manifests: Sequence[Manifest]) -> li
     records = (fmt.MODEL, fmt.SCALES, *table_records(table))
     there = [key for key in records if exists(objects, key)]
     return [*there, *sorted(named_files(table, *manifests))]
+
+
+def _of_features(ledger: Ledger) -> tuple[list[str], dict[str, str]]:
+    """Return the keys of records of features, and the files that they name with their checksums.
+
+    Parts that wait for a summary are left out: `gc` removes them once there is one.
+    """
+    records: list[str] = []
+    files: dict[str, str] = {}
+    for features, _ in live_sets(ledger):
+        listed = replace(listed_records(features), waiting=())
+        records += [features.prefix + key for key in listed.own_keys()]
+        files |= {features.prefix + file.key: file.digest for file in listed.files()}
+    return records, files
 
 
 def _is_of_unit(key: str) -> bool:
@@ -283,14 +307,16 @@ def check_beside(objects: Objects, table: Table, signed: SignedList) -> list[str
 
     Files that were derived later follow from the records, which `verify` checks.
     """
-    digests = signed.digests
+    digests, ledger = signed.digests, Ledger(objects)
+    gone = tuple(each.prefix for each in dead_sets(ledger))  # features that were dropped since
     faults = [
         f"{key}: is not the record that was signed"
         for key in digests
-        if not _is_of_unit(key) and _differs(objects, key, digests)
+        if not _is_of_unit(key) and not key.startswith(gone) and _differs(objects, key, digests)
     ]
+    records, _ = _of_features(ledger)  # (their files are audited by these)
     generations = (fmt.generation_key(number + 1) for number in range(len(table.generations)))
-    needed = (fmt.MODEL, fmt.SCALES, *generations, *sorted(named_files(table)))
+    needed = (fmt.MODEL, fmt.SCALES, *generations, *sorted(named_files(table)), *records)
     return faults + [
         f"{key}: is not signed; whoever added it is unknown"
         for key in needed
