@@ -63,6 +63,7 @@ OTHER: dict[str, Any] = {
     "baseline": "mean b4",
     "baseline_source": "means/b",
     "steps": 5,
+    "writers": "embed",
     "lens": "b3",
     "lens_source": "lenses/b",
     "splice_source": "zero:z.1",

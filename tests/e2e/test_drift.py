@@ -117,7 +117,7 @@ def test_every_field_of_the_recipe_is_tried() -> None:
     # (test_splice.py, test_reduce.py, test_top_logits.py, test_gradients.py, test_baselines.py and
     # test_lens_top.py try these.)
     others = {"splice", "reduce", "by", "top_logits", "attn_top", "lens"}
-    others |= {"objective", "baseline", "steps"}
+    others |= {"objective", "baseline", "steps", "writers"}
     elsewhere = {*chats, *ids, *encoders, *grown, *others, "part", "like"}
     assert {*OTHER, *elsewhere, "model", "lora", "corpus"} == set(Recipe.names())
 

@@ -1,7 +1,7 @@
 """The gradients and attributions that `spile check` cannot recompute, and why. No torch."""
 
 from spile.core.recipe import ResolvedRecipe
-from spile.core.tap_order import of_backward_pass
+from spile.core.tap_order import EDGES, of_backward_pass
 from spile.dataset import format as fmt
 from spile.models.objectives import LOGPROB
 
@@ -26,7 +26,9 @@ def checkable(recipe: ResolvedRecipe) -> tuple[tuple[str, ...], str | None]:
     """Return the taps to check, and a line about those that are left out."""
     why, left_out = why_unchecked(recipe), recipe.taps
     if why is None:
-        why, left_out = "check does not recompute attributions of latents", (*recipe.encode,)
+        why = "check recomputes neither edges nor attributions of latents"
+        edges = (tap for tap in recipe.taps if of_backward_pass(tap) == EDGES)
+        left_out = (*recipe.encode, *edges)
     backward = {tap for tap in left_out if of_backward_pass(tap)}
     kept = tuple(tap for tap in recipe.taps if tap not in backward)
     if kept == recipe.taps:

@@ -12,7 +12,7 @@ from spile.core.config import RayOptions, Recipe, Runtime, flag_of, parse_count
 from spile.core.errors import ConfigError
 from spile.core.flags import Flags
 from spile.core.listening import ListenAddress
-from spile.models.sites import GROUPS, SITES
+from spile.models.sites import EDGE, GROUPS, READERS, SITES
 
 
 def taps_help() -> str:
@@ -26,6 +26,7 @@ sites:  {_wrapped("  ".join(by_layer))}
         and, without layers: {_wrapped("  ".join(others))}
         SITE_grad: the gradient of --objective with respect to a site that can be spliced;
         SITE_attr: that times the site's values (less --baseline), summed for each token (or head)
+        {"  ".join(name + EDGE for name in READERS)}: that times the values of each of --writers
 {_groups()}
 layers: 20   20-27   0-27/4   all   -1   3+7+11      (counted from 0)
 heads:  z:5.h0   attn_pattern:0-3.h2+h5

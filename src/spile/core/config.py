@@ -145,6 +145,12 @@ class Recipe(Options):
         "as long as these (such as corrupted prompts); or a dataset of --reduce, by its means: "
         "DATASET:LABEL if it has several [zero]"
     )
+    writers: str | None = option(
+        "what SITE_edge taps multiply with the gradient, for edge attribution patching: values "
+        "that are added to the residual stream, spelled as in --taps, e.g. "
+        "embed,attn_out:all,mlp_out:all",
+        kind="list",
+    )
     steps: int | None = count(
         "integrated gradients: SITE_grad and SITE_attr take the mean gradient at N points on the "
         "straight path from the baseline to a site's values, one site at a time"

@@ -22,12 +22,12 @@ RULES = 2
 # there are.
 OF_EACH_ROW = (
     "model", "taps", "encode", "latents", "encode_error", "attn_top", "top_logits", "lens",
-    "objective", "baseline", "steps", "splice", "compute_dtype", "store_dtype",
+    "objective", "baseline", "steps", "writers", "splice", "compute_dtype", "store_dtype",
 )  # fmt: skip
 # The subset that a pass (taps added to an existing dataset) may set for itself.
 OF_A_PASS = (
     "taps", "encode", "latents", "encode_error", "attn_top", "top_logits", "lens", "objective",
-    "baseline", "steps", "compute_dtype", "store_dtype",
+    "baseline", "steps", "writers", "compute_dtype", "store_dtype",
 )  # fmt: skip
 TOPS = (*LARGEST,)  # how many values taps keep that keep the largest
 CROSSCODER = "crosscoder "  # how the identity of an encoder of several datasets' rows begins
@@ -35,7 +35,7 @@ CROSSCODER = "crosscoder "  # how the identity of an encoder of several datasets
 # before there were any.
 _OPTIONAL = (
     "pool", "rows_by", "roles_column", "logprobs_column", "lens", "lens_source", "objective",
-    "objective_source", "baseline", "baseline_source", "steps", *TOPS,
+    "objective_source", "baseline", "baseline_source", "steps", "writers", *TOPS,
 )  # fmt: skip
 _LATER: dict[str, Any] = {
     "splice": (), "splice_source": None, "encode_error": False, **dict.fromkeys(_OPTIONAL)
@@ -71,6 +71,7 @@ class ResolvedRecipe:
     objective: str | None = None  # identity of what gradients are of, if they are tapped
     baseline: str | None = None  # identity of what attributions are differences from
     steps: int | None = None  # points on the path of integrated gradients
+    writers: str | None = None  # names of what edges come from, if there are some
     lens: str | None = None  # its digest
     splice: tuple[str, ...] = ()  # identities of splices, in the order in which they apply
     where: str | None

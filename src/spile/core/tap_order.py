@@ -35,9 +35,11 @@ _ALL = *BEFORE_BLOCKS, *IN_A_BLOCK, *OF_A_LENS, *AFTER_BLOCKS
 _PLACES = {site: n for n, site in enumerate(_ALL)}
 # A site, its gradient or attribution; of an encoded tap, what is stored; the layer; the heads.
 _NAME = re.compile(
-    r"(\w+?)(_grad|_attr)?(_latents|_latent_ids|_error)?(?:\.(\d{1,9})((?:\.h\d{1,9})*))?"
+    r"(\w+?)(_grad|_attr|_edge)?(_latents|_latent_ids|_error)?(?:\.(\d{1,9})((?:\.h\d{1,9})*))?"
 )
-_OF_A_SITE = (None, "_grad", "_attr")
+EDGES = "_edge"
+EDGES = "_edge"
+_OF_A_SITE = (None, "_grad", "_attr", "_edge")
 _STORED = (None, "_latents", "_latent_ids", "_error")
 
 
@@ -51,7 +53,7 @@ def sorted_taps(names: Iterable[str]) -> list[str]:
 
 
 def of_backward_pass(tap: str) -> str | None:
-    """Return the ending of a tap that a backward pass makes: `_grad` or `_attr`; else None."""
+    """Return the ending of a tap that a backward pass makes: `_grad`, `_attr`, `_edge`; or None."""
     match = _NAME.fullmatch(tap)
     return match[2] if match else None
 

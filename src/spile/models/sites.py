@@ -54,6 +54,7 @@ class Site:
     advice: str = ""  # what to do about its size, if its rows are large
     of: str = ""  # the site whose gradient, or attribution, it is
     summed: bool = False  # an attribution: the gradient times the values, summed over the last axis
+    crossed: bool = False  # edges: the products of the gradient with the values of each writer
 
     @property
     def layered(self) -> bool:
@@ -337,7 +338,7 @@ AFTER_BLOCKS = tuple(site.name for site in SITES.values() if site.stage == AFTER
 SPLICED = tuple(site.name for site in SITES.values() if site.spliced)
 STREAMS = tuple(site.name for site in SITES.values() if site.streams)
 # Sites that a backward pass computes, each from one where values can be changed.
-GRADIENT, ATTRIBUTION = "_grad", "_attr"
+GRADIENT, ATTRIBUTION, EDGE = "_grad", "_attr", "_edge"
 _GRADIENTS = {
     name + GRADIENT: replace(
         SITES[name],
@@ -363,7 +364,22 @@ _ATTRIBUTIONS = {
     )
     for name, gradient in zip(SPLICED, _GRADIENTS.values(), strict=True)
 }
-BACKWARD = _GRADIENTS | _ATTRIBUTIONS
+# The stream at several depths, and everything that is added to it: what edges lead to, and from.
+READERS = ("resid_pre", "resid_mid", "resid_post")
+WRITERS = ("embed", "attn_out", "ssm_out", "mlp_out", "layer_embed_out", *READERS)
+_EDGES = {
+    name + EDGE: replace(
+        _GRADIENTS[name + GRADIENT],
+        name=name + EDGE,
+        meaning=f"product of the objective's gradient at {name} with the values of each of "
+        "--writers",
+        shape=("writers",),
+        dtype="float32",
+        crossed=True,
+    )
+    for name in READERS
+}
+BACKWARD = _GRADIENTS | _ATTRIBUTIONS | _EDGES
 GROUPS = {  # names that stand for several sites in `--taps`
     group: tuple(site.name for site in SITES.values() if site.group == group)
     for group in dict.fromkeys(site.group for site in SITES.values() if site.group)

@@ -32,6 +32,7 @@ from spile.models.sites import (
     ATTRIBUTION,
     BACKWARD,
     BEFORE,
+    EDGE,
     FEATURES,
     GRADIENT,
     GROUPS,
@@ -39,6 +40,7 @@ from spile.models.sites import (
     LENSES,
     SITES,
     SPLICED,
+    WRITERS,
     Site,
     axis_sizes,
 )
@@ -77,7 +79,9 @@ class Tap:
     site: str
     layer: int | None = None
     heads: tuple[int, ...] = ()
-    top: int = 0  # how many of the largest it keeps, at such a site; 0: as many as is usual there
+    # How many of the largest it keeps, at such a site; 0: as many as is usual there. Of edges: the
+    # number of writers.
+    top: int = 0
 
     @classmethod
     def from_name(cls, name: str) -> "Tap":
@@ -94,7 +98,7 @@ class Tap:
     @property
     def source(self) -> "Tap":
         """The tap whose gradient or attribution it holds; of any other tap, itself."""
-        return replace(self, site=self.kind.of) if self.kind.of else self
+        return replace(self, site=self.kind.of, top=0) if self.kind.of else self
 
     @property
     def name(self) -> str:
@@ -110,6 +114,8 @@ class Tap:
         sizes = axis_sizes(arch, seq_len, layer)
         if self.kind.largest_of:
             sizes["top"] = min(self.top or self.kind.top, sizes[self.kind.largest_of])
+        if self.kind.crossed:
+            sizes["writers"] = self.top
         whole = tuple(sizes[axis] for axis in self.kind.shape)
         return (len(self.heads), *whole[1:]) if self.heads else whole
 
@@ -318,6 +324,38 @@ def computed_as(tap: Tap) -> Tap:
     return Tap("resid_post", tap.layer - 1) if tap.site == "resid_pre" and tap.layer else tap
 
 
+def parse_writers(text: str, taps: Iterable[Tap], arch: Arch) -> tuple[Tap, ...]:
+    """Return the taps that `--writers` names, but those that come after every tap of edges.
+
+    Raises:
+        ConfigError: if one does not write to the residual stream, or none is left.
+    """
+    try:
+        writers = parse_taps(text, arch)
+    except ConfigError as error:
+        raise ConfigError(error.message.replace("--taps", "--writers", 1)) from None
+    readers = [tap.source for tap in taps if tap.kind.crossed]
+    if not readers:
+        raise ConfigError(f"--writers {text}: no tap holds edges; add e.g. resid_post_edge:4")
+    for writer in writers:
+        if writer.site not in WRITERS:
+            raise ConfigError(
+                f"--writers {text}: {writer.name} is not added to the residual stream; choose from "
+                f"{', '.join(WRITERS)}"
+            )
+    found = tuple(w for w in writers if any(writes_to(w, reader, arch) for reader in readers))
+    if not found:
+        raise ConfigError(
+            f"--writers {text}: {writers[0].name} comes after every tap of edges; tap later layers"
+        )
+    return found
+
+
+def writes_to(writer: Tap, reader: Tap, arch: Arch) -> bool:
+    """Return whether a stream is read after (or where) a value is added to it."""
+    return place_of(computed_as(writer), arch) <= place_of(computed_as(reader), arch)
+
+
 def sites_on_paths(taps: Iterable[Tap]) -> dict[Tap, list[Tap]]:
     """Return the places whose values integrated gradients change, each with its taps.
 
@@ -505,7 +543,7 @@ def _unknown_site_error(item: str, site: str, arch: Arch) -> ConfigError:
             f"--taps {item!r}: whole states are too large to store ({whole:,} values for each "
             "token and layer); delta_state_norm has one number for each head"
         )
-    for suffix in (GRADIENT, ATTRIBUTION):
+    for suffix in (GRADIENT, ATTRIBUTION, EDGE):
         if site.endswith(suffix) and site.removesuffix(suffix) in SITES:
             having = ", ".join(SPLICED)
             return ConfigError(f"--taps {item!r}: gradients are those of {having}; add {suffix}")

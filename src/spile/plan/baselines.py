@@ -13,6 +13,7 @@ from typing import cast
 
 import numpy as np
 
+from spile.core.config import Recipe
 from spile.core.errors import ConfigError, InputError, StoreError
 from spile.core.humanize import size
 from spile.core.options import listed
@@ -23,6 +24,7 @@ from spile.models.files.checkpoint import Checkpoint
 from spile.models.splices import digest
 from spile.models.taps import Tap
 from spile.objects.paths import path_of
+from spile.plan.tapped import writers_of
 
 ZERO = "zero"
 MEANS, ROWS = "mean", "rows"  # the kinds of baselines that are stored
@@ -172,26 +174,21 @@ def baseline_source(given: str | None, change: Callable[[str], str]) -> str | No
 
 
 def find_baseline(
-    given: str | None,
-    taps: Sequence[Tap],
-    checkpoint: Checkpoint,
-    seq_len: int,
-    steps: int | None,
+    recipe: Recipe, taps: Sequence[Tap], checkpoint: Checkpoint, seq_len: int
 ) -> Baseline | None:
     """Return the baseline of a recipe; None if it is zero. Opens its dataset.
-
-    Args:
-        steps: points on the path from the baseline, if gradients are integrated.
 
     Raises:
         ConfigError: if no tap is compared with it, or the dataset does not fit.
     """
+    given, steps = recipe.baseline, recipe.steps
     if steps and not any(tap.kind.of for tap in taps):
         raise ConfigError(f"--steps {steps}: no tap holds a gradient; add e.g. resid_post_attr:4")
     if given is None:
         return None
+    writers = writers_of(recipe, taps, checkpoint.arch)
     made = (tap.source for tap in taps if tap.kind.summed or (steps and tap.kind.of))
-    wanted = [*dict.fromkeys(replace(tap, heads=()) for tap in made)]
+    wanted = [*dict.fromkeys(replace(tap, heads=()) for tap in (*made, *writers))]
     if not wanted:
         raise ConfigError(
             f"--baseline {given}: no tap holds an attribution; add e.g. resid_post_attr:4"

@@ -132,6 +132,11 @@ def _planned_residency(job: ExtractionJob, runtime: Runtime, machine: Machine) -
             f"{Pool.parse(job.recipe.pool or '').flag}: needs the values of two blocks at "
             "once, and blocks are streamed; leave --weights out, or use more devices"
         )
+    if found.streams and job.writers:
+        raise ConfigError(
+            f"--writers: edges need the values of several blocks at once, and here {found}; leave "
+            "--weights out, or use more devices"
+        )
     if found.streams and job.recipe.steps:
         raise ConfigError(
             f"--steps: integrated gradients need every block on the device, and here {found}; "
@@ -223,6 +228,7 @@ def step_of(job: ExtractionJob, rows: int, platform: str, cuts: Cuts) -> Workloa
         objective=job.objective,
         compared=job.baseline.width if job.baseline else 0,
         steps=recipe.steps or 0,
+        writers=job.writers,
     )
 
 

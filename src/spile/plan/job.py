@@ -75,6 +75,12 @@ class ExtractionJob:
         return None if name is None else Tap.from_name(name)
 
     @property
+    def writers(self) -> tuple[Tap, ...]:
+        """The taps that edges come from."""
+        named = self.recipe.writers
+        return tuple(map(Tap.from_name, named.split(","))) if named else ()
+
+    @property
     def computed(self) -> tuple[Tap, ...]:
         """The taps whose values a step needs: those of the dataset, and one beside them."""
         return self.taps if self.beside is None else (*self.taps, self.beside)

@@ -20,7 +20,7 @@ from spile.plan.encoders import each_source, find_encoders, gain_before, stored_
 from spile.plan.lenses import find_lens
 from spile.plan.objectives import find_objective, objective_source
 from spile.plan.resolve import completed_recipe, pinned_recipe, refuse_ingested
-from spile.plan.tapped import taps_of
+from spile.plan.tapped import taps_of, writers_of
 
 
 def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
@@ -45,7 +45,7 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
     # Options that are not given come from the dataset, except those that belong to taps.
     of_taps = (
         "encode_source", "latents", "lens", "lens_source", "objective", "objective_source",
-        "baseline", "baseline_source", "steps",
+        "baseline", "baseline_source", "steps", "writers",
     )  # fmt: skip
     none = dict.fromkeys((*of_taps, *TOPS))
     stored = dataclasses.replace(table.recipe, encode={}, encode_error=False, **none)
@@ -70,7 +70,7 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
     compute_dtype = asked.compute_dtype or table.recipe.compute_dtype
     objective = find_objective(asked.objective, taps, checkpoint.arch, compute_dtype)
     lens = find_lens(asked, taps, checkpoint.arch)
-    baseline = find_baseline(asked.baseline, taps, checkpoint, table.recipe.seq_len, asked.steps)
+    baseline = find_baseline(asked, taps, checkpoint, table.recipe.seq_len)
     settled = dataclasses.replace(
         table.recipe,
         model_source=lasting(asked.model),
@@ -88,6 +88,7 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
         baseline=baseline and baseline.identity,
         baseline_source=baseline and baseline_source(asked.baseline, lasting),
         steps=asked.steps,
+        writers=",".join(tap.name for tap in writers_of(asked, taps, checkpoint.arch)) or None,
         compute_dtype=compute_dtype,
         store_dtype=asked.store_dtype or table.recipe.store_dtype,
     )

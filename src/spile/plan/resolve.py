@@ -61,7 +61,7 @@ from spile.plan.splices import (
     find_splices,
     names_program,
 )
-from spile.plan.tapped import seq_len_of, taps_of
+from spile.plan.tapped import seq_len_of, taps_of, writers_of
 
 _log = logging.getLogger("spile.plan")
 
@@ -148,7 +148,7 @@ def resolve(
         lens_source=lasting(recipe.lens) if recipe.lens else None,
     )
     objective = find_objective(recipe.objective, taps, checkpoint.arch, compute)
-    baseline = find_baseline(recipe.baseline, taps, checkpoint, resolved.seq_len, recipe.steps)
+    baseline = find_baseline(recipe, taps, checkpoint, resolved.seq_len)
     if objective and reduces(resolved.pool) == JACOBIAN:
         raise ConfigError("--reduce jacobian: a gradient has none here; tap the sites themselves")
     if (
@@ -365,7 +365,8 @@ def _alike(recipe: Recipe, like: ResolvedRecipe) -> Recipe:
         like = dataclasses.replace(like, lens_source=None)
     if recipe.taps is not None:
         of_taps = (
-            *TOPS, "objective", "objective_source", "baseline", "baseline_source", "steps"
+            *TOPS, "objective", "objective_source", "baseline", "baseline_source", "steps",
+            "writers",
         )  # fmt: skip
         like = dataclasses.replace(like, **dict.fromkeys(of_taps))
     return dataclasses.replace(completed_recipe(recipe, like), **given)
@@ -473,6 +474,7 @@ def _settled(
         model=checkpoint.identity(),
         corpus=corpus,
         taps=tuple(tap.name for tap in taps),
+        writers=",".join(tap.name for tap in writers_of(recipe, taps, arch)) or None,
         encode={tap: encoder.sae.identity() for tap, encoder in encoders.items()},
         encode_error=bool(recipe.encode_error),
         where=rows.where,
@@ -513,7 +515,16 @@ def corpus_identity(
 def _refuse_drift(
     ledger: Ledger, stored: Table, now: ResolvedRecipe, files: list[CorpusFile]
 ) -> None:
-    later = ("pool", "roles_column", "logprobs_column", "objective", "baseline", "steps", "lens")
+    later = (
+        "pool",
+        "roles_column",
+        "logprobs_column",
+        "objective",
+        "baseline",
+        "steps",
+        "writers",
+        "lens",
+    )
     unsaid: dict[str, Any] = {"splice": [], "encode_error": False, **dict.fromkeys((*later, *TOPS))}
     old, new = unsaid | stored.whole_recipe.identity(), unsaid | now.identity()
     differences: dict[str, tuple[object, object]] = {}

@@ -105,6 +105,7 @@ class Workload:
     objective: Objective | None = None  # what gradients are of, if some are tapped
     remat: bool = True  # then whether blocks are computed again, and keep nothing for it
     compared: int = 0  # values beside each token that attributions are differences from
+    writers: tuple[Tap, ...] = ()  # that edges come from
     steps: int = 0  # points on the path of integrated gradients
 
     @property
@@ -218,7 +219,7 @@ class Workload:
         met = activation_dtype(self.compute_dtype) if late else self.store_dtype
         others = () if self.other is None else (self.other,)
         summed = [tap.source for tap in self.taps if tap.kind.summed]  # values, and gradients
-        others = (*others, *summed, *summed)
+        others = (*others, *summed, *summed, *self.writers)
         taken = sum(self._met_bytes(tap, met) for tap in (*self.taps, *others))
         taken += len(self._lens_layers) * self.arch.width * self.item
         held = self._held(taken)

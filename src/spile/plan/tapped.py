@@ -1,10 +1,13 @@
 """The taps of a recipe, with how many values they keep where they keep the largest. No jax."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError
 from spile.core.recipe import TOPS
 from spile.models.config.arch import Arch
-from spile.models.taps import Tap, parse_taps, with_tops
+from spile.models.taps import Tap, parse_taps, parse_writers, with_tops
 
 
 def taps_of(recipe: Recipe, arch: Arch) -> tuple[Tap, ...]:
@@ -15,7 +18,29 @@ def taps_of(recipe: Recipe, arch: Arch) -> tuple[Tap, ...]:
     """
     taps = parse_taps(recipe.taps or "", arch)
     tops = {name: getattr(recipe, name) for name in TOPS}
-    return with_tops(taps, tops, arch, seq_len_of(recipe, arch))
+    found = with_tops(taps, tops, arch, seq_len_of(recipe, arch))
+    count = len(writers_of(recipe, found, arch))
+    return tuple(replace(tap, top=count) if tap.kind.crossed else tap for tap in found)
+
+
+def writers_of(recipe: Recipe, taps: Sequence[Tap], arch: Arch) -> tuple[Tap, ...]:
+    """Return the taps whose values are multiplied with the gradients that edges read.
+
+    Raises:
+        ConfigError: if there are edges and no writers, or the reverse.
+    """
+    if recipe.writers is not None:
+        if recipe.steps and any(tap.kind.crossed for tap in taps):
+            raise ConfigError(
+                "--steps: edges take the gradient at the values themselves; leave --steps out"
+            )
+        return parse_writers(recipe.writers, taps, arch)
+    edges = next((tap for tap in taps if tap.kind.crossed), None)
+    if edges:
+        raise ConfigError(
+            f"--taps {edges.name}: edges from where? give --writers, e.g. attn_out:all,mlp_out:all"
+        )
+    return ()
 
 
 def seq_len_of(recipe: Recipe, arch: Arch) -> int:

@@ -180,7 +180,9 @@ def with_taps(recipe: ResolvedRecipe, kept: Collection[str]) -> ResolvedRecipe:
     made = {of_backward_pass(tap) for tap in taps}
     if not made - {None}:
         tops |= {"objective": None, "objective_source": None, "steps": None}
-    if "_attr" not in made and not (recipe.steps and made - {None}):
+    if "_edge" not in made:
+        tops |= {"writers": None}
+    if made.isdisjoint(("_attr", "_edge")) and not (recipe.steps and made - {None}):
         tops |= {"baseline": None, "baseline_source": None}
     return replace(
         recipe,
@@ -206,13 +208,13 @@ def _one_recipe(url: str, recipes: Sequence[ResolvedRecipe]) -> ResolvedRecipe:
             if getattr(other, name) != getattr(encoded[0], name):
                 raise _two_recipes_error(url, name, encoded[0], other)
     tops: dict[str, Any] = {}
-    for name in (*TOPS, "lens", "objective", "baseline", "steps"):
+    for name in (*TOPS, "lens", "objective", "baseline", "steps", "writers"):
         sized = [recipe for recipe in (first, *others) if _applies(name, recipe)]
         for other in sized[1:]:
             if getattr(other, name) != getattr(sized[0], name):
                 raise _two_recipes_error(url, name, sized[0], other)
         tops[name] = getattr(sized[0], name) if sized else None
-        if name not in (*TOPS, "steps"):
+        if name not in (*TOPS, "steps", "writers"):
             tops[f"{name}_source"] = getattr(sized[0], f"{name}_source") if sized else None
     return replace(
         first,
@@ -231,7 +233,7 @@ def _applies(name: str, recipe: ResolvedRecipe) -> bool:
     if name == "steps":
         return bool(made - {None})
     if name == "baseline":
-        return "_attr" in made
+        return not made.isdisjoint(("_attr", "_edge"))
     return getattr(recipe, name) is not None
 
 

@@ -27,6 +27,7 @@ from spile.dataset.read.checked_file import CheckedObjects
 from spile.dataset.read.choice import RowChoice, row_choice
 from spile.dataset.read.document import Document
 from spile.dataset.read.dtypes import given_dtype
+from spile.dataset.read.edges import Edges, edges_of
 from spile.dataset.read.features import Features, choose_features, feature_sets
 from spile.dataset.read.latents import Latents, read_latents
 from spile.dataset.read.notebook import dataset_html
@@ -511,6 +512,10 @@ class Dataset:
         `ds.reduced("resid_post.9")["refusal"]` is the mean over the tokens of that label.
         """
         return reduced(self._stored, self._tables, self.name(tap))
+
+    def edges(self) -> Edges:
+        """Return the sums of edges between writers and the stream (`--writers`); see `Edges`."""
+        return edges_of(self.url, self.taps, lambda tap: self.recipe_of(tap).writers, self.reduced)
 
     def find(self, **columns: Any) -> list[int]:
         """Return the ordinals of documents with these values: `ds.find(id="doc-17")`.

@@ -224,6 +224,7 @@ class StepLoader:
             compares=job.compares,
             objective=job.objective,
             steps=recipe.steps,
+            writers=job.writers,
             remat=bool(self.recomputes),
         )
         extras = Extras({}, encoders, tuple(changes.values()), lenses, self._baselines)
@@ -237,6 +238,7 @@ class StepLoader:
             return {}
         summed = [tap for tap in self.job.taps if tap.kind.summed]
         found = {tap.name: baseline.of_tap(tap.source) for tap in summed}
+        found |= {tap.name: baseline.of_tap(tap) for tap in self.job.writers}
         if self.job.recipe.steps:
             for place, taps in sites_on_paths(self.job.taps).items():
                 found[place.name] = baseline.of_tap(replace(taps[0].source, heads=()))
@@ -263,7 +265,8 @@ class StepLoader:
     def _swept(self) -> bool:
         # (Values of two blocks meet in one program, which a sweep does not have.)
         job = self.job
-        whole = job.beside or job.recipe.steps or (job.objective and not goes_back(job))
+        whole = job.beside or job.recipe.steps or job.writers
+        whole = whole or (job.objective and not goes_back(job))
         return self.residency.streams or (self.device.platform == "cpu" and not whole)
 
     @cached_property

@@ -51,7 +51,7 @@ from spile.models.forward.pooling import Pooling
 from spile.models.forward.sharding import PINNED, Shards, put
 from spile.models.forward.weights import LayerSchedule, Params, WeightArrays
 from spile.models.objectives import Objective
-from spile.models.taps import Tap, sites_on_paths
+from spile.models.taps import Tap, sites_on_paths, writes_to
 from spile.run.step.output import Runs, StepOutput
 from spile.run.step.stored import PRODUCTS, Extras, Reduced, StoredForm, joined, packing
 
@@ -262,6 +262,7 @@ class StepSettings:
     beside: Tap | None = None  # one of the taps, whose values stand beside those of each other
     compares: bool = False  # whether an engine's log-probabilities are compared
     objective: Objective | None = None  # what gradients among the taps are of
+    writers: tuple[Tap, ...] = ()  # that edges come from
     steps: int | None = None  # points on the path of integrated gradients
     remat: bool = True  # blocks are computed again for them, instead of keeping what they need
     lens_adds: bool | None = None  # whether a lens adds its map to the stream; None: there is none
@@ -275,6 +276,11 @@ class StepSettings:
     def _summed(self) -> list[Tap]:
         """The taps that hold attributions."""
         return [tap for tap in self.taps if tap.kind.summed]
+
+    @property
+    def _multiplies(self) -> bool:
+        """Whether gradients of tokens are multiplied with values."""
+        return bool(self._summed or self.writers)
 
     @property
     def gathers(self) -> bool:
@@ -310,7 +316,7 @@ class StepSettings:
             attention = self._attention(inputs, contexts)
             summed = [tap.source for tap in self._summed]
             own = (tap for tap in self.taps if not tap.kind.of)
-            plain = tuple(dict.fromkeys((*own, *summed)))
+            plain = tuple(dict.fromkeys((*own, *summed, *self.writers)))
             decoder = Decoder(
                 self.arch, plain, self._carried, attention, self.place.shards, splice,
                 pool=self._pooled_in_decoder,
@@ -337,6 +343,8 @@ class StepSettings:
                     values[tap.source.name], found[tap], (baselines or {}).get(tap.name), inputs,
                     encoded=tap.name in self.encoders,
                 )  # fmt: skip
+            for tap in (tap for tap in self.taps if tap.kind.crossed):
+                found[tap] = self._edges(tap, values, found[tap], baselines or {}, inputs)
             kept = {name: each for name, each in values.items() if name in (*names, GAPS)}
             return kept | {tap.name: each for tap, each in found.items()}
 
@@ -376,6 +384,24 @@ class StepSettings:
 
             found |= mean_gradients(self.steps, gradients)
         return found
+
+    def _edges(
+        self,
+        tap: Tap,
+        values: Mapping[str, Array],
+        gradients: Array,
+        baselines: Mapping[str, Array],
+        inputs: Inputs,
+    ) -> Array:
+        """Return the products of a stream's gradients with each writer's values; zero if later."""
+        products: list[Array] = []
+        for writer in self.writers:
+            if not writes_to(writer, tap.source, self.arch):
+                products.append(jnp.zeros(len(gradients), jnp.float32))
+                continue
+            own, baseline = values[writer.name], baselines.get(writer.name)
+            products.append(self._attributed(own, gradients, baseline, inputs))
+        return jnp.stack(products, axis=1)
 
     def _attributed(
         self,
@@ -573,7 +599,7 @@ class StepSettings:
         Quantized values, latents and a lens's predictions are made from computed values.
         """
         late = self.store_dtype in QUANTIZED or self.encoders or self.pool == COVARIANCE
-        late = late or self._summed
+        late = late or self._multiplies
         late = late or self.lens_adds is not None
         return self.computed if late else self.store_dtype
 
@@ -583,7 +609,7 @@ class StepSettings:
 
         (Taps of a step are carried in one form.) So are covariances, which need each token again.
         """
-        late = self.encoders or self.pool == COVARIANCE or self._summed
+        late = self.encoders or self.pool == COVARIANCE or self._multiplies
         return None if late else self.pool
 
     def _precision(self) -> Any:
