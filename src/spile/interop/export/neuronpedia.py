@@ -38,6 +38,11 @@ _EMPTY = (
     "correlated_neurons_l1", "correlated_features_l1", "logits_hist_data_bar_heights",
     "logits_hist_data_bar_values", "decoder_weights_dist",
 )  # fmt: skip
+_ABSENT = (  # of an activation
+    "dataSource", "dataIndex", "dfaTargetIndex", "dfaMaxValue", "logitContributions", "zIndices",
+    "zValues",
+)  # fmt: skip
+_STRENGTH = 10  # for steering, without a vector
 
 
 def _write(source: ExportSource, to: Path) -> int:
@@ -118,6 +123,7 @@ def _feature(
         "modelId": _model(source), "layer": _source_id(features), "index": str(shown.index),
         "creatorId": "", "createdAt": now, "maxActApprox": shown.largest, "hasVector": False,
         "vector": [], "vectorLabel": shown.name, "hookName": None,
+        "vectorDefaultSteerStrength": _STRENGTH,
         "correlated_features_indices": [latent for latent, _ in near],
         "correlated_features_pearson": [score for _, score in near],
         "neg_str": [token for token, _ in shown.lowered or ()],
@@ -128,7 +134,8 @@ def _feature(
         "freq_hist_data_bar_values": middles, "sourceSetName": _set_name(features),
     }  # fmt: skip
     if features.is_signed:
-        row |= {"hasVector": True, "vector": features.vectors[shown.index].tolist()}
+        vector = features.vectors[shown.index].tolist()
+        row |= {"hasVector": True, "vector": vector, "vectorDefaultSteerStrength": shown.largest}
     return {**dict.fromkeys(_EMPTY, []), **row}
 
 
@@ -144,6 +151,7 @@ def _activations(
             where = f"{source.dataset.fingerprint} {features.name} {shown.index} {number}"
             number += 1
             yield {
+                **dict.fromkeys(_ABSENT),
                 "id": f"c{xxhash.xxh3_128_hexdigest(where.encode())[:24]}",
                 "tokens": each.tokens, "modelId": _model(source), "layer": _source_id(features),
                 "index": str(shown.index), "maxValue": largest,
