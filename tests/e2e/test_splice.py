@@ -168,6 +168,13 @@ def test_transcoders_stand_for_the_mlps_of_hf(folder: Path, tmp_path: Path) -> N
             wanted = model(ids).logits[0].numpy()
         found = document.read("logits")[:64]
         assert np.abs(found - wanted).max() < TOLERANCE * np.abs(wanted).max()
+
+
+@pytest.mark.full
+def test_check_replaces_mlps_by_transcoders(folder: Path, tmp_path: Path) -> None:
+    saes.write_transcoders(tmp_path / "all", range(3))
+    splice = f"zero:mlp_in.1,replace-with-sae:mlp_in:1-2={tmp_path}/all"
+    extracted(folder, splice, str(tmp_path / "out"))
     assert check(str(tmp_path / "out"), samples=2).ok
 
 
