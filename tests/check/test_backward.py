@@ -17,7 +17,9 @@ TAPS = ("resid_post.1", "resid_post_grad.1", "z_attr.0.h1")
         ({}, None),
         ({"objective": "logprob"}, None),
         ({"objective": "logprob", "steps": 4}, "integrated gradients"),
-        ({"objective": "direction embed 12"}, "these are of direction embed 12"),
+        ({"objective": "loss:assistant"}, None),
+        ({"objective": "direction resid_post.3 12"}, None),
+        ({"objective": "direction logits 12"}, "along a direction of logits"),
         ({"objective": "logprob", "splice": ("zero z.1",)}, "with --splice"),
     ],
 )
@@ -33,3 +35,10 @@ def test_gradients_that_hf_cannot_give_are_left_out_by_name(
     assert told
     assert why in told
     assert told.endswith(": resid_post_grad.1, z_attr.0.h1 left out")
+
+
+def test_what_was_made_with_a_function_is_left_out_whole() -> None:
+    recipe = dataclasses.replace(RESOLVED, taps=TAPS, objective="function total 12", splice=())
+    taps, told = checkable(recipe)
+    assert taps == ()
+    assert "check runs no function of your own" in str(told)

@@ -199,6 +199,11 @@ def test_other_objectives_have_their_own_gradients(chats: Recipe, tmp_path: Path
             assert np.abs(found - truth).max() < TOLERANCE * np.abs(truth).max(), objective
         told = str(ds.recipe.objective)
         assert str(folder) not in told
+        if told.startswith("function"):
+            with pytest.raises(ConfigError, match="check runs no function of your own"):
+                check(ds.url, samples=2)
+        else:
+            assert check(ds.url, samples=2).ok, objective
     last.remove()
     with pytest.raises(ConfigError, match="give it with --objective"):
         spile.extract(Recipe(), ds.url)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from spile.check.backward import checkable
+from spile.check.backward import UnitAims, checkable
 from spile.check.comparable import comparable, named_in
 from spile.check.disagreement import Disagreement, disagreement_of
 from spile.check.latent_rows import RowLatents, SparseTap
@@ -46,7 +46,6 @@ from spile.core.errors import ConfigError, StoreError
 from spile.core.libraries import import_library
 from spile.core.pool import is_reduced
 from spile.core.recipe import TOPS
-from spile.corpus.pack import PackedUnit
 from spile.dataset import format as fmt
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.document import Document
@@ -249,10 +248,10 @@ def _check_taps(
         for rows, sampled, count in sampled_units(dataset, job, samples) if reduced else ():
             compared.add_rows(rows, sampled)
             documents += count
-        for document, tokens, packed in () if reduced else _sampled(dataset, job, samples):
+        for document, tokens, prepared in () if reduced else _sampled(dataset, job, samples):
             if documents >= samples and compared.enough:
                 break
-            compared.add(document, tokens, packed)
+            compared.add(document, tokens, prepared)
             documents += 1
     if not documents:
         return None
@@ -286,7 +285,7 @@ def _joined(reports: Sequence[CheckReport]) -> CheckReport:
 
 def _sampled(
     dataset: Dataset, job: ExtractionJob, samples: int
-) -> Iterator[tuple[Document, np.ndarray, PackedUnit | None]]:
+) -> Iterator[tuple[Document, np.ndarray, PreparedUnit | None]]:
     """Documents with stored rows, from evenly spread units, all tokens of each, and its unit.
 
     After `samples` documents it yields some more, in case those are not enough. Ingested rows have
@@ -315,7 +314,7 @@ def _sampled(
                 ordinal, tokens = read[int(number)]
                 if ordinal not in seen and dataset.has_document(ordinal):
                     seen.add(ordinal)
-                    yield dataset.document(ordinal), tokens, prepared.packed
+                    yield dataset.document(ordinal), tokens, prepared
                     break
 
 
@@ -325,6 +324,7 @@ class _Comparison:
     def __init__(self, dataset: Dataset, job: ExtractionJob, computed: "References") -> None:
         self._dataset, self._recipe = dataset, job.recipe
         self._arch, self._baseline = job.checkpoint.arch, job.baseline
+        self._objective = job.objective
         self._experts = self._arch.experts
         # In float32 a single wrong row must show; below it, a single row says nothing.
         self._by_row = job.recipe.compute_dtype == "float32"
@@ -361,8 +361,8 @@ class _Comparison:
         """Whether the check has enough rows."""
         return self.rows >= (1 if self._by_row else _FEWEST_ROWS)
 
-    def add(self, document: Document, tokens: np.ndarray, packed: PackedUnit | None) -> None:
-        """`packed`: the document's unit; None if its rows were ingested."""
+    def add(self, document: Document, tokens: np.ndarray, prepared: PreparedUnit | None) -> None:
+        """`prepared`: the document's unit; None if its rows were ingested."""
         recipe = self._recipe
         offsets = document.index["offset"]
         inside = offsets.max() < len(tokens)
@@ -371,9 +371,11 @@ class _Comparison:
                 f"document {document.index['doc'][0]}: its tokens differ from the corpus's"
             )
         self._samples = [*self._samples, (document, tokens)][:_MATCHED]
-        for sampled in sampled_rows(
-            document, tokens, packed, recipe.pool, recipe.seq_len, self._baseline
-        ):
+        packed, aims = prepared and prepared.packed, None
+        if prepared and self._objective:
+            aims = UnitAims(self._objective, prepared)
+        every = sampled_rows(document, tokens, packed, recipe.pool, recipe.seq_len, self._baseline)
+        for sampled in (replace(each, aims=aims) for each in every):
             self.add_rows(document, sampled)
             for context in sampled.contexts:
                 self._reconstructions.add(context)

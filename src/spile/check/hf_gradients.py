@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spile.check.backward import ContextAim
 from spile.check.hf_modules import Point
+from spile.models.objectives import DIRECTION, LOGIT_DIFF, LOGPROB, LOSS
 from spile.models.sites import SPLICED
 
-# Of the logits [tokens, vocab] and the token ids.
-TorchObjective = Callable[[Tensor, Tensor], Tensor]
+# Of the logits [tokens, vocab], the token ids, and the values of the tap that it reads, if any.
+TorchObjective = Callable[..., Tensor]
 # HF has these values before an activation, or a gate.
 _NOT_AS_THEY_ARE = ("attn_gate", "ssm_gate", "shared_expert_out")
 
@@ -23,6 +25,28 @@ _NOT_AS_THEY_ARE = ("attn_gate", "ssm_gate", "shared_expert_out")
 def logprob(logits: Tensor, ids: Tensor) -> Tensor:
     """Return the sum of the log-probabilities of all next tokens."""
     return logits[:-1].log_softmax(-1).gather(-1, ids[1:, None]).sum()
+
+
+def objective_of(aim: ContextAim | None) -> TorchObjective:
+    """Return the objective of a context, written with torch."""
+    if aim is None or aim.kind == LOGPROB:
+        return logprob
+
+    def loss(logits: Tensor, ids: Tensor) -> Tensor:
+        assert aim.counts is not None
+        each = logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        return -(each * torch.from_numpy(aim.counts).to(each)[1:]).sum()
+
+    def difference(logits: Tensor, ids: Tensor) -> Tensor:
+        if aim.answers is None:
+            return 0.0 * logits.sum()
+        return logits[-1, aim.answers[0]] - logits[-1, aim.answers[1]]
+
+    def along(logits: Tensor, ids: Tensor, read: Tensor) -> Tensor:
+        assert aim.vector is not None
+        return (read * torch.from_numpy(aim.vector).to(read)).sum()
+
+    return {LOSS: loss, LOGIT_DIFF: difference, DIRECTION: along}[aim.kind]
 
 
 def differentiable(points: Iterable[Point]) -> list[Point]:
@@ -36,10 +60,19 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def gradients(
-    model: Any, points: Iterable[Point], ids: Tensor, objective: TorchObjective
+    model: Any,
+    points: Iterable[Point],
+    ids: Tensor,
+    objective: TorchObjective,
+    read: str | None = None,
 ) -> dict[str, np.ndarray]:
-    """Return the gradient at each point, by its name, for one context [tokens]."""
+    """Return the gradient at each point, by its name, for one context [tokens].
+
+    Args:
+        read: the name of the point whose values the objective takes, too.
+    """
     seen: dict[Point, Tensor] = {}
+    points = [*points]
 
     def kept(point: Point, tensor: Any) -> Tensor:
         # (What a part of a block reads may be the stream itself, which others read, too.)
@@ -79,7 +112,9 @@ def gradients(
                 else module.register_forward_hook(after(point))
             )
             hooks.callback(registered.remove)
-        objective(model(input_ids=ids[None], use_cache=False).logits[0], ids).backward()
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        values = [p.take(own) * p.scale for p, own in seen.items() if p.name == read][-1:]
+        objective(logits, ids, *values).backward()
     return {
         point.name: (point.take(tensor.grad) / point.scale).detach().cpu().to(_wide(tensor)).numpy()
         for point, tensor in seen.items()

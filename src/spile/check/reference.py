@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from spile.check.attended import attended
-from spile.check.hf_gradients import gradients, logprob
+from spile.check.backward import ContextAim
+from spile.check.hf_gradients import gradients, objective_of
 from spile.check.hf_modules import (
     Point,
     block_points,
@@ -146,6 +147,7 @@ class Reference:
         tops: Mapping[str, int] | None = None,
         replaced: Mapping[str, np.ndarray] | None = None,
         baseline: Mapping[str, np.ndarray] | None = None,
+        aim: ContextAim | None = None,
     ) -> dict[str, np.ndarray]:
         """Compute the taps of one context, whose first token is at position 0.
 
@@ -158,6 +160,7 @@ class Reference:
             tops: How many values to keep at sites that keep the largest, by the option that says
                 so.
             replaced: Values with which the model continues, in place of its own, by tap.
+            aim: What the objective of gradients reads, if it is not the log-probability.
             baseline: What attributions are differences from, by tap: [tokens, ...], or a row.
 
         Returns:
@@ -192,7 +195,7 @@ class Reference:
             if replaced or self._float8:
                 how = "with values replaced" if replaced else "of products in 8 bits"
                 raise InputError(f"check cannot recompute gradients {how}")
-            found |= self._backward(token_ids, ids, made, noise, baseline or {})
+            found |= self._backward(token_ids, ids, made, noise, baseline or {}, aim)
             if not sites:
                 return found
         with ExitStack() as hooks, torch.no_grad(), self._arithmetic():
@@ -261,12 +264,13 @@ class Reference:
         names: Collection[str],
         noise: int | None,
         baseline: Mapping[str, np.ndarray],
+        aim: ContextAim | None,
     ) -> dict[str, np.ndarray]:
         """Compute gradients, and attributions: gradients times values, summed."""
         summed = {name for name in names if BACKWARD[name.partition(".")[0]].summed}
         sources = {name: _source_of(name) for name in summed}
         wanted = {*names} - summed | {_gradient_of(source) for source in sources.values()}
-        found = self._gradients(ids, wanted, noise)
+        found = self._gradients(ids, wanted, noise, aim)
         values = self.taps(token_ids, {*sources.values()}, noise=noise) if summed else {}
         for name, source in sources.items():
             compared = values[source] - baseline.get(source, 0.0)
@@ -274,16 +278,18 @@ class Reference:
         return {name: found[name] for name in names}
 
     def _gradients(
-        self, ids: Tensor, names: Collection[str], noise: int | None
+        self, ids: Tensor, names: Collection[str], noise: int | None, aim: ContextAim | None
     ) -> dict[str, np.ndarray]:
-        """Compute gradients of the sum of log-probabilities, by their taps."""
+        """Compute gradients of an objective, by their taps."""
         if self._changes:
             raise InputError("check cannot recompute gradients of a model with --splice")
         with ExitStack() as hooks, self._arithmetic():
             if noise is not None:
                 first = find_part(self._body, "blocks")[0]
                 hooks.callback(_round_again(first, noise).remove)
-            found = gradients(self.model, self.points, ids, logprob)
+            found = gradients(
+                self.model, self.points, ids, objective_of(aim), aim.tap if aim else None
+            )
         wide = np.float64 if self.model.dtype == torch.float64 else np.float32
         named = {_gradient_of(name): values.astype(wide) for name, values in found.items()}
         if missing := {*names} - named.keys():

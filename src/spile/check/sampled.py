@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from spile.check.backward import UnitAims
 from spile.check.load import Taps
 from spile.core.errors import ConfigError, StoreError
 from spile.core.pool import COVARIANCE, JACOBIAN, MOMENTS, beside, reduces
@@ -40,6 +41,7 @@ class SampledRows:
         docs: the document of each context.
         starts: the first token of each context in its document.
         baseline: what attributions are differences from.
+        aims: what the objective of gradients reads, if it is not the log-probability.
     """
 
     contexts: Sequence[np.ndarray]
@@ -51,6 +53,7 @@ class SampledRows:
     docs: Sequence[int] = ()
     starts: Sequence[int] = ()
     baseline: Baseline | None = None
+    aims: UnitAims | None = None
 
     @classmethod
     def of_context(cls, offsets: np.ndarray, tokens: np.ndarray, start: int, seq_len: int) -> Self:
@@ -140,7 +143,7 @@ class SampledRows:
         """Compute taps of all contexts, one after another, by token."""
         both = {*names, self.beside} if self.beside else names
         each = [
-            taps(context, both, **noise, **self._compared_with(number))
+            taps(context, both, **noise, **self._options_of(number))
             for number, context in enumerate(self.contexts)
         ]
         found = each[0]
@@ -157,13 +160,18 @@ class SampledRows:
             for name, values in found.items()
         }
 
-    def _compared_with(self, number: int) -> dict[str, Any]:
-        """Return the option that names the baseline of a context, if there is one."""
-        if self.baseline is None:
+    def _options_of(self, number: int) -> dict[str, Any]:
+        """Return a context's baseline and the aim of its objective, if it has them."""
+        if not self.baseline and not self.aims:
             return {}
-        start, tokens = self.starts[number], len(self.contexts[number])
-        found = self.baseline.of_context(self.docs[number], start, start + tokens)
-        return {"baseline": found}
+        start = self.starts[number]
+        own = self.docs[number], start, start + len(self.contexts[number])
+        found: dict[str, Any] = {}
+        if self.baseline:
+            found["baseline"] = self.baseline.of_context(*own)
+        if self.aims:
+            found["aim"] = self.aims.of_context(*own)
+        return found
 
     def pooled(self, values: np.ndarray) -> np.ndarray:
         """Return the rows that tokens' values make, in float64 if they are pooled."""
@@ -255,7 +263,12 @@ def sampled_units(
             rows = Document(dataset.index(first, last), dataset, np.arange(first, last))
             tokens, packed = prepared.tokens, prepared.packed
             sampled = SampledRows.of_labels(rows, tokens, packed, by, job.recipe.seq_len)
-            sampled = replace(sampled, beside=beside(job.recipe.pool), baseline=job.baseline)
+            sampled = replace(
+                sampled,
+                beside=beside(job.recipe.pool),
+                baseline=job.baseline,
+                aims=UnitAims(job.objective, prepared) if job.objective else None,
+            )
             yield rows, sampled, packed.num_docs
 
 

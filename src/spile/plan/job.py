@@ -141,6 +141,9 @@ class PreparedUnit:
         documents: the columns of its documents file; empty if they were not requested.
         unit: its id; a sample has none.
         attempt: the name of this attempt to make it, if it is to be stored.
+        said: by document, 1 for each token that counts to an objective when it is predicted; empty
+            if all do.
+        answers: by document, the two tokens that an objective compares.
     """
 
     packed: PackedUnit
@@ -150,6 +153,8 @@ class PreparedUnit:
     documents: Mapping[str, np.ndarray]
     unit: int = -1
     attempt: str = ""
+    said: Mapping[int, np.ndarray] = field(default_factory=dict[int, np.ndarray])
+    answers: Mapping[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 
 
 def prepare_unit(
@@ -220,6 +225,7 @@ def prepare_documents(
     selection = selection_of(recipe)
     reasons = [selection.refuses_length(len(ids)) for ids in tokens]
     chosen = [number for number, reason in enumerate(reasons) if not reason]
+    aims = aims_of(recipe.objective, tokenizer, documents, chosen)
     with timed("packing"):
         packed = pack_unit(
             [ordinals[number] for number in chosen],
@@ -234,7 +240,7 @@ def prepare_documents(
             pool=pool,
             spans=[spans[number] for number in chosen] if spans else (),
             logprobs=[documents.usable[number].logprobs for number in chosen] if compares else None,
-            aims=aims_of(recipe.objective, tokenizer, documents, chosen),
+            aims=aims,
             beside=beside,
         )
     left_out = {
@@ -253,6 +259,12 @@ def prepare_documents(
         skipped=told.skipped,
         digest=digest,
         documents=_documents_table(recipe, told, packed) if with_table else {},
+        said={ordinals[n]: flags[n] & aims.role > 0 for n in chosen if flags}
+        if aims and aims.role is not None
+        else {},
+        answers=dict(zip((ordinals[n] for n in chosen), aims.answers, strict=True))
+        if aims and aims.answers
+        else {},
     )
 
 
