@@ -62,21 +62,26 @@ def cut_config(
     for key in ("layer_types", "hybrid_override_pattern", "no_rope_layers"):
         if text.get(key) is not None:
             text[key] = text[key][:kept]
-    for key in ("attn_layer_indices", "moe_layers"):
+    for key in ("attn_layer_indices", "full_attn_idxs", "moe_layers"):
         if text.get(key) is not None:
             text[key] = [n for n in text[key] if n < kept]
     for key in ("vocab_size", "vocab_size_per_layer_input"):
         if key in text:
             text[key] = VOCAB
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if experts and key in text:
-            text[key] = min(experts, text[key])
+        if experts and text.get(key) is not None:
+            text[key] = min(max(experts, text.get("num_experts_per_tok") or 1), text[key])
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if isinstance(text.get(key), int):
             text[key] = 0
     config.pop("quantization_config", None)
     text.pop("quantization_config", None)
     return config, kept
+
+
+def depth_of(name: str, layers: int) -> int | None:
+    """Return the depth to which a model is cut; None: it is not."""
+    return None if name in WHOLE else LAYERS.get(name, layers)
 
 
 def random_params(arch: Any, depth: int) -> Any:
@@ -285,29 +290,29 @@ def parity(name: str, options: argparse.Namespace) -> None:
     halves = "bfloat16" if dtype == "float8_e4m3" else dtype
     # Rows in float16 are computed in float32, besides the products: bfloat16 would hide that.
     stored = "float32" if dtype == "float16" else halves
-    config, layers = cut_config(name, LAYERS.get(name, options.layers), options.experts)
+    config, layers = cut_config(name, depth_of(name, options.layers), options.experts)
     kind = getattr(transformers, config["architectures"][0])
     settings = transformers.AutoConfig.for_model(**config)
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
-        model = kind._from_config(settings, dtype=torch.float32).eval()
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        model.to(torch.bfloat16).save_pretrained(folder)
-        model = kind.from_pretrained(folder, dtype=torch.float32).to(device).eval()
-        half = kind.from_pretrained(folder, dtype=getattr(torch, halves)).to(device).eval()
-        Path(folder, "tokenizer.json").write_text("{}")  # nothing here is tokenized
-        checkpoint = open_checkpoint(folder)
-        schedule = LayerSchedule.of(checkpoint.arch, layers, whole=True)
-        held = jnp.dtype(FLOAT8 if dtype == "float8_e4m3" else dtype)
-        params, _ = load_params(checkpoint, schedule, head=False, dtype=held)
-    taps = parse_taps(f"resid_post:{layers - 1}", checkpoint.arch)
     batch = natural_batch(2, options.seq_len)
     documents = [
         (row, np.flatnonzero(batch.segments[row] == number))
         for row in range(2)
         for number in range(1, batch.segments[row].max() + 1)
     ]
+
+    def rows_of_hf(folder: str, dtype: str) -> list[np.ndarray]:
+        # (Experts one by one: other ways have kernels of their own.)
+        model = kind.from_pretrained(
+            folder, dtype=getattr(torch, dtype), experts_implementation="eager"
+        )
+        model = model.to(device).eval()
+        found = [by_hf(model, batch.tokens[row, places]) for row, places in documents]
+        known = np.isfinite(np.concatenate(found)).all(axis=1)
+        if not known.all():
+            raise ValueError(f"HF in {dtype}: {(~known).sum()} of {len(known)} rows are not finite")
+        return found
 
     def by_hf(model: Any, ids: np.ndarray) -> np.ndarray:
         # Take the stream before the last norm; hidden_states[-1] is after it.
@@ -323,9 +328,19 @@ def parity(name: str, options: argparse.Namespace) -> None:
         hook.remove()
         return kept[0].reshape(-1, kept[0].shape[-1]).float().cpu().numpy()
 
-    exact = [by_hf(model, batch.tokens[row, places]) for row, places in documents]
-    floor = [by_hf(half, batch.tokens[row, places]) for row, places in documents]
-    del model, half
+    with torch.device(device):
+        made = kind._from_config(settings, dtype=torch.bfloat16)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        made.save_pretrained(folder)
+        del made
+        # One model at a time is in memory.
+        exact, floor = rows_of_hf(folder, "float32"), rows_of_hf(folder, halves)
+        Path(folder, "tokenizer.json").write_text("{}")  # nothing here is tokenized
+        checkpoint = open_checkpoint(folder)
+        schedule = LayerSchedule.of(checkpoint.arch, layers, whole=True)
+        held = jnp.dtype(FLOAT8 if dtype == "float8_e4m3" else dtype)
+        params, _ = load_params(checkpoint, schedule, head=False, dtype=held)
+    taps = parse_taps(f"resid_post:{layers - 1}", checkpoint.arch)
     if device == "cuda":
         torch.cuda.empty_cache()
 
@@ -382,8 +397,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
     from spile.run.step.resident import ResidentStep
     from spile.run.step.step import StepDevices, StepSettings
 
-    kept = None if name in WHOLE else LAYERS.get(name, options.layers)
-    config, layers = cut_config(name, kept, options.experts)
+    config, layers = cut_config(name, depth_of(name, options.layers), options.experts)
     _, arch = read_config(config, "bench")
     seq = min(options.seq_len, arch.max_positions)
     rows = max(1, options.tokens // seq)

@@ -2,12 +2,15 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
+from spile.models.config.hf_config import read_config
 from support import quick, tiny
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -69,3 +72,28 @@ def test_the_gpu_benchmark_prints_rates_and_ratios_on_a_cpu_too(tmp_path: Path) 
     over = measured[full]["tok/s"] / measured["compute, taps: 1"]["tok/s"]
     assert float(ratios["of the step"]) == pytest.approx(over, abs=1e-3)
     assert [path.name for path in tmp_path.iterdir()] == [kept.name], "nothing else is left"
+
+
+def test_both_sides_read_every_model_of_the_families_as_it_is_cut() -> None:
+    families = runpy.run_path(str(BENCH / "families.py"))
+    for name in families["MODELS"] + families["MIXERS"]:
+        config, layers = families["cut_config"](name, families["depth_of"](name, 6), 8)
+        saved = AutoConfig.for_model(**config).to_dict()
+        _, arch = read_config({**saved, "architectures": config["architectures"]}, name)
+        assert arch.num_layers == layers
+
+
+@pytest.mark.full
+def test_the_families_print_distances_of_both_sides_from_float32() -> None:
+    small = ["--layers", "1", "--seq-len", "128", "--models", "pythia-70m"]
+    result = subprocess.run(
+        [sys.executable, str(BENCH / "families.py"), "--parity", *small],
+        capture_output=True,
+        text=True,
+        env=tiny.environment(),
+        check=False,
+    )
+    found = re.search(r"^pythia-70m +HF (\d\.\d+), auto (\d\.\d+)$", result.stdout, re.MULTILINE)
+    assert found, result.stdout + result.stderr
+    hf, spile = map(float, found.groups())
+    assert 0 < spile < 2 * hf
