@@ -280,7 +280,8 @@ def parity(name: str, options: argparse.Namespace) -> None:
 
     from spile.models.files.checkpoint import open_checkpoint
     from spile.models.forward.ops import FLOAT8
-    from spile.models.forward.weights import LayerSchedule, load_params
+    from spile.models.forward.weight_loader import load_params
+    from spile.models.forward.weights import LayerSchedule
     from spile.models.taps import parse_taps
     from spile.run.step.resident import ResidentStep
     from spile.run.step.step import StepDevices, StepSettings

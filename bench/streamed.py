@@ -60,7 +60,8 @@ def packed_loader(shape: str, layers: int, folder: Path) -> Any:
     from spile.models.config.hf_config import read_config
     from spile.models.files.checkpoint import Checkpoint, open_checkpoint
     from spile.models.files.quantized import BLOCKS, SCALES, packed_shapes
-    from spile.models.forward.weights import ArrayLoader, LayerSchedule
+    from spile.models.forward.weight_loader import ArrayLoader
+    from spile.models.forward.weights import LayerSchedule
 
     config = cut_config(shape, layers)[0] | {"quantization_config": {"quant_method": "mxfp4"}}
     family, arch = read_config(config, "bench")

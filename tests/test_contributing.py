@@ -41,7 +41,8 @@ from spile.models.files.encoders.sae import Sae
 from spile.models.files.encoders.tensors import load_arrays
 from spile.models.forward import block, decoder
 from spile.models.forward.attention import masked
-from spile.models.forward.weights import LayerSchedule, load_params
+from spile.models.forward.weight_loader import load_params
+from spile.models.forward.weights import LayerSchedule
 from spile.models.sites import SITES, Site
 from spile.models.taps import Tap, parse_taps
 from support import saes, stored, tiny

@@ -73,6 +73,7 @@ EXEMPT = {
     "models/forward/lens.py": "e2e/test_lens_top.py",
     "models/forward/mixers/short_convolution.py": "models/forward/mixers/test_state_space.py",
     "models/forward/sharding.py": "mesh/test_sharding.py",
+    "models/forward/weight_loader.py": "models/forward/test_weights.py",
     "objects/hub/datasets_library.py": "corpus/formats/test_datasets_library.py",
     "objects/memory.py": "contracts/test_objects.py",
     "objects/rooted.py": "contracts/test_objects.py",

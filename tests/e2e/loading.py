@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from spile.models.config.specs import array_axes, axis_sizes
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.forward.sharding import Shards, make_mesh
-from spile.models.forward.weights import LayerSchedule, load_params
+from spile.models.forward.weight_loader import load_params
+from spile.models.forward.weights import LayerSchedule
 from spile.models.layout import Cuts, Layout
 
 

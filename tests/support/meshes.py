@@ -16,7 +16,8 @@ from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.encoders.sae import SparseEncoder
 from spile.models.forward.decoder import needs_whole_block
 from spile.models.forward.sharding import Shards, make_mesh
-from spile.models.forward.weights import LayerSchedule, load_params
+from spile.models.forward.weight_loader import load_params
+from spile.models.forward.weights import LayerSchedule
 from spile.models.layout import Cuts, Layout
 from spile.models.sites import AFTER_BLOCKS, LENSES
 from spile.models.taps import Tap, parse_taps

@@ -27,7 +27,8 @@ from spile.core.torch_zip_writer import write_torch_zip
 from spile.models.config.arch import Arch
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.forward.ends import head_values
-from spile.models.forward.weights import ArrayLoader, LayerSchedule, WeightArrays
+from spile.models.forward.weight_loader import ArrayLoader
+from spile.models.forward.weights import LayerSchedule, WeightArrays
 from spile.objects import Objects, exists
 from spile.run.stream import stream
 

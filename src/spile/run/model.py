@@ -44,14 +44,8 @@ from spile.models.forward.ops import gpu_capability
 from spile.models.forward.sharding import Shards, make_mesh, put
 from spile.models.forward.splice import Change, at_tokens, replaced
 from spile.models.forward.streamed import Passing, SweptModel, load_blocks, walk
-from spile.models.forward.weights import (
-    ArrayLoader,
-    LayerSchedule,
-    Params,
-    WeightArrays,
-    load_params,
-    moved_params,
-)
+from spile.models.forward.weight_loader import ArrayLoader, load_params
+from spile.models.forward.weights import LayerSchedule, Params, WeightArrays, moved_params
 from spile.models.layout import ONE_DEVICE, Cuts, parse_layout
 from spile.models.objectives import FUNCTION, LOGIT_DIFF, LOGPROB, LOSS, Objective
 from spile.models.sites import GRADIENT, SPLICED

@@ -27,7 +27,8 @@ from spile.core.tensors import TensorInfo, map_tensor, read_header, write_tensor
 from spile.models.files import quantized as mxfp4
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.quantized import Quantization, read_quantization
-from spile.models.forward.weights import ArrayLoader, LayerSchedule, load_params
+from spile.models.forward.weight_loader import ArrayLoader, load_params
+from spile.models.forward.weights import LayerSchedule
 from support import families, tiny
 from support.marks import some
 

@@ -29,7 +29,8 @@ from spile.models.forward.attention import Attention, blocked, masked, narrowed
 from spile.models.forward.decoder import Decoder, Inputs, needs_whole_block
 from spile.models.forward.kernels.attention import for_platform
 from spile.models.forward.mixers import gated_delta, state_space
-from spile.models.forward.weights import LayerSchedule, load_params
+from spile.models.forward.weight_loader import load_params
+from spile.models.forward.weights import LayerSchedule
 from spile.models.sites import AFTER_BLOCKS, SITES
 from spile.models.taps import Tap, all_taps, parse_taps, with_tops
 from support import quick, tiny

@@ -25,7 +25,8 @@ from spile.models.forward.decoder import (
 )
 from spile.models.forward.gradient import Cotangents, linearized, stage_pulled_back
 from spile.models.forward.streamed import Passing
-from spile.models.forward.weights import LayerSchedule, load_params
+from spile.models.forward.weight_loader import load_params
+from spile.models.forward.weights import LayerSchedule
 from spile.models.sites import SPLICED
 from spile.models.taps import Tap, all_taps, parse_taps
 from support.families import FAMILIES

@@ -17,7 +17,8 @@ from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.forward.attention import masked
 from spile.models.forward.decoder import Decoder, Inputs
 from spile.models.forward.splice import Change, added, only, replaced
-from spile.models.forward.weights import LayerSchedule, load_params
+from spile.models.forward.weight_loader import load_params
+from spile.models.forward.weights import LayerSchedule
 from spile.models.sites import SPLICED
 from spile.models.taps import Tap, all_taps, parse_taps
 from support import quick, tiny

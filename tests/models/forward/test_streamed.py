@@ -12,7 +12,8 @@ import pytest
 from spile.core.errors import InputError
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.forward.streamed import EmbeddingRows, StreamedBlocks
-from spile.models.forward.weights import ArrayLoader, LayerSchedule
+from spile.models.forward.weight_loader import ArrayLoader
+from spile.models.forward.weights import LayerSchedule
 from support import tiny
 
 DEPTH = 5

@@ -26,14 +26,8 @@ from spile.models.config.specs import block_specs
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.safetensors import read_tensor
 from spile.models.forward.ops import Float8Weight
-from spile.models.forward.weights import (
-    ArrayLoader,
-    LayerSchedule,
-    Params,
-    ShardBuffer,
-    abstract_params,
-    load_params,
-)
+from spile.models.forward.weight_loader import ArrayLoader, ShardBuffer, load_params
+from spile.models.forward.weights import LayerSchedule, Params, abstract_params
 from spile.objects.paths import AnyPath, RemotePath
 from support import families, tiny
 from support.marks import some

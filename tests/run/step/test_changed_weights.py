@@ -22,7 +22,7 @@ from spile.core.tensors import as_bytes, map_tensor, read_header, write_tensors
 from spile.dataset.format import Done
 from spile.dataset.maintain.verify import verify
 from spile.dataset.records.ledger import Ledger
-from spile.models.forward.weights import ArrayLoader
+from spile.models.forward.weight_loader import ArrayLoader
 from spile.objects import open_objects
 from support import tiny
 from support.marks import some

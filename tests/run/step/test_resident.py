@@ -20,7 +20,8 @@ from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.encoders import open_sae
 from spile.models.files.encoders.sae import SparseEncoder
 from spile.models.files.encoders.tensors import load_arrays
-from spile.models.forward.weights import LayerSchedule, Params, load_params
+from spile.models.forward.weight_loader import load_params
+from spile.models.forward.weights import LayerSchedule, Params
 from spile.run.step.output import StepOutput
 from spile.run.step.resident import ResidentStep
 from support import meshes, saes, tiny

@@ -32,7 +32,8 @@ from spile.models.config.specs import ParamSpec, outer_specs
 from spile.models.files.checkpoint import Checkpoint
 from spile.models.forward.decoder import Beside
 from spile.models.forward.sharding import PINNED
-from spile.models.forward.weights import ArrayLoader, Block, WeightArrays
+from spile.models.forward.weight_loader import ArrayLoader
+from spile.models.forward.weights import Block, WeightArrays
 from spile.objects.opened import OpenedFile
 
 _LOOK = 0.002  # seconds between looks whether the device still works

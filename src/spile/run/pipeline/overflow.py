@@ -28,7 +28,8 @@ from spile.models.forward.decoder import (
 from spile.models.forward.ops import FLOAT16_MAX
 from spile.models.forward.splice import load_changes
 from spile.models.forward.streamed import Passing, SweptModel, load_blocks, walk
-from spile.models.forward.weights import ArrayLoader, LayerSchedule, WeightArrays
+from spile.models.forward.weight_loader import ArrayLoader
+from spile.models.forward.weights import LayerSchedule, WeightArrays
 from spile.models.taps import Tap, all_taps
 from spile.plan.job import ExtractionJob
 from spile.run.step.step import Stage, StepDevices, StepSettings

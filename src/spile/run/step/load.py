@@ -33,7 +33,8 @@ from spile.models.forward.sharding import Shards, make_mesh
 from spile.models.forward.sparse_latents import device_arrays
 from spile.models.forward.splice import load_changes
 from spile.models.forward.streamed import EmbeddingRows, SweptModel, load_blocks
-from spile.models.forward.weights import ArrayLoader, LayerSchedule, Params, abstract_params
+from spile.models.forward.weight_loader import ArrayLoader
+from spile.models.forward.weights import LayerSchedule, Params, abstract_params
 from spile.models.layout import Cuts
 from spile.models.sites import LENSES
 from spile.models.taps import sites_on_paths
