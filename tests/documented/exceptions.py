@@ -201,6 +201,8 @@ COMMANDS = (
             "the page begins with it, for another layer", parses),
     Instead("docs/sae.md", "spile extract --like acts/lora/base", "the adapter takes minutes: "
             "tests/examples/test_train_lora.py trains one", parses),
+    Instead("docs/latents.md", "spile extract --model Qwen/Qwen3-1.7B-Base", "28 layers, and an "
+            "encoder of each: tests/e2e/test_encode.py has small ones", parses),
     Instead("docs/export.md", "spile merge", "datasets of two corpora: "
             "tests/dataset/maintain/test_assemble.py has them", parses),
     Instead("docs/larger-models.md", "spile extract --model meta-llama/Llama-3.3-70B-Instruct",
