@@ -43,7 +43,7 @@ FULL = $(BIN)/pytest -n 2 --dist worksteal --chaos-full
 chaos: $(CHAOS)
 
 chaos-kills: $(VENV)/.dev
-	$(FULL) tests/chaos/test_kill.py tests/chaos/test_features.py tests/chaos/test_lens.py tests/chaos/test_pairs.py tests/chaos/test_world_kill.py tests/chaos/test_hostile.py
+	$(FULL) tests/chaos/test_kill.py tests/chaos/test_features.py tests/chaos/test_gradients.py tests/chaos/test_lens.py tests/chaos/test_pairs.py tests/chaos/test_world_kill.py tests/chaos/test_hostile.py
 	$(FULL) -rP tests/chaos/test_faults.py -k thousand
 	$(FULL) -m full $(KILLS) $(MESHES:%=--ignore %)
 
