@@ -80,11 +80,12 @@ def test_taps_beside_the_residual_stream_have_no_logits(tmp_path: Path) -> None:
     model = tiny.write_model(tmp_path / "model")
     sae = saes.write_sae(tmp_path / "sae", "topk")
     transcoders = saes.write_transcoders(tmp_path / "all", range(2))
+    crossing = saes.write_cross_layer(tmp_path / "crossing", range(2))
     recipe = spile.Recipe(
         model=str(model),
         corpus=str(tiny.write_corpus(tmp_path / "docs.jsonl", 6)),
-        taps="attn_in:1,mlp_in:1,mlp_out:1,attn_out:1",
-        encode=f"attn_in.1={sae},mlp_in.1={transcoders}",
+        taps="attn_in:1,mlp_in:1,mlp_out:1,attn_out:1,resid_mid:1",
+        encode=f"attn_in.1={sae},mlp_in.1={transcoders},resid_mid.1={crossing}",
         latents=8,
         seq_len=32,
     )
@@ -100,6 +101,8 @@ def test_taps_beside_the_residual_stream_have_no_logits(tmp_path: Path) -> None:
     wanted = plain(model, saes.random_tensors("jumprelu", seed=1)["W_dec"])
     assert found is not None
     assert found.raised.tolist() == np.argsort(-wanted[3])[:4].tolist()
+    made = make_features(out, FeatureRequest(tap="resid_mid.1", logits=4))
+    assert made.note is not None and "cross-layer transcoder write to many layers" in made.note
     np.save(tmp_path / "one.npy", np.ones(32))
     request = FeatureRequest(tap="attn_out.1", directions=[str(tmp_path / "one.npy")], logits=4)
     assert make_features(out, request).note is None

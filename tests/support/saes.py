@@ -118,5 +118,19 @@ def write_transcoders(folder: Path, layers: range, hook: str = "mlp.hook_in") ->
     return folder
 
 
+def write_cross_layer(folder: Path, layers: range, hook: str = "hook_resid_mid") -> Path:
+    """Write the encoders of a cross-layer transcoder; the seed of each is its layer's number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for layer in layers:
+        made = random_tensors("jumprelu", seed=layer)
+        turned = np.ascontiguousarray(made.pop("W_enc").T)
+        named = {name: made[name] for name in ("b_enc", "b_dec", "threshold")} | {"W_enc": turned}
+        tensors = {f"{name}_{layer}": tensor for name, tensor in named.items()}
+        write_tensors(folder / f"W_enc_{layer}.safetensors", tensors)
+    hooks = f"feature_input_hook: {hook}\nfeature_output_hook: hook_mlp_out\n"
+    (folder / "config.yaml").write_text(f"model_kind: cross_layer_transcoder\n{hooks}")
+    return folder
+
+
 def skip_matrix(layer: int) -> np.ndarray:
     return np.random.default_rng(layer).standard_normal((WIDTH, WIDTH)).astype(np.float32)

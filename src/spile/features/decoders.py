@@ -19,7 +19,7 @@ from spile.plan.encoders import find_encoders
 
 
 def open_decoder(recipe: ResolvedRecipe, tap: str, arch: Arch, encode: str | None) -> Sae:
-    """Open the encoder of an encoded tap, with its decoder.
+    """Open the encoder of an encoded tap, with its decoder; without, if it is of several layers.
 
     Args:
         recipe: the one that the tap was made by.
@@ -39,12 +39,7 @@ def open_decoder(recipe: ResolvedRecipe, tap: str, arch: Arch, encode: str | Non
             f"{sae.directory}: is not the encoder that made the latents of {tap}; give that one as "
             "--encode, or leave the logits out with --logits 0"
         )
-    if sae.crosses:
-        raise ConfigError(
-            f"{sae.directory}: is a cross-layer transcoder, whose latents write to several layers; "
-            "leave the logits out with --logits 0"
-        )
-    return with_decoder(sae, str(sae.directory))
+    return sae if sae.crosses else with_decoder(sae, str(sae.directory))
 
 
 def decoder_rows(sae: Sae) -> np.ndarray:

@@ -305,6 +305,11 @@ class FeatureJob:
         sae, where = None, self.tap
         if isinstance(self.source, StoredLatents):
             sae = open_decoder(recipe, self.tap, arch, self.request.encode)
+            if sae.crosses:
+                self.note = (
+                    "no logits: the latents of a cross-layer transcoder write to many layers"
+                )
+                return None
             tap = reconstructed_tap(sae, Tap.from_name(self.tap), arch)
             where = tap.name if tap else str(sae.writes)
         if where.split(".")[0] not in STREAMS:
