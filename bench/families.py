@@ -9,7 +9,8 @@ cut at the row) and are packed. `products` are the model's matrix products, chai
 tokens; those of the chosen experts are one plain product each. HF runs full rows of the same
 length, in the fastest way it has. `--profile` prints the shares of a step's time by kind of kernel,
 and the N longest kernels. `--parity` instead compares rows in the first of `--compute-dtypes` with
-HF in float32, next to HF's own in that dtype (in bfloat16 beside float8).
+HF in float32, next to HF's own in that dtype (in bfloat16 beside float8). HF's experts then run one
+by one, and rows of HF that are not finite are an error.
 """
 
 import argparse
