@@ -195,6 +195,7 @@ def totals(ds: spile.Dataset, tap: str) -> np.ndarray:
     return np.array([ds.document(doc).read(tap).sum() for doc in range(len(LENGTHS))])
 
 
+@pytest.mark.full
 def test_attributions_on_a_path_add_up_to_the_objectives_difference(
     recipe: Recipe, tmp_path: Path
 ) -> None:

@@ -50,6 +50,7 @@ def contexts(ds: spile.Dataset) -> list[np.ndarray]:
     return [*map(np.asarray, np.split(index["token_id"].astype(np.int32), starts[1:]))]
 
 
+@pytest.mark.full
 def test_an_edge_is_the_writers_values_times_the_gradient_in_the_stream(
     dataset: spile.Dataset, recipe: Recipe, model: Path, tmp_path: Path
 ) -> None:

@@ -52,6 +52,7 @@ def of_hf(model: Path, ids: np.ndarray) -> np.ndarray:
     return latents * (found["resid_post.1"] @ tensors["W_dec"].T)
 
 
+@pytest.mark.full
 def test_an_attribution_is_the_value_times_the_gradient_along_its_decoder(
     dataset: spile.Dataset, model: Path
 ) -> None:

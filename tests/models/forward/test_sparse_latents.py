@@ -86,3 +86,33 @@ def test_latents_that_norms_have_chosen_come_by_their_own_size() -> None:
     few = run(folder, 4, rows)
     np.testing.assert_allclose(few.values, -np.sort(-wanted, axis=1)[:, :4], atol=1e-5)
     assert np.array_equal(few.beyond, np.count_nonzero(wanted, axis=1) > 4)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "normalize", "at_once"),
+    [("jumprelu", "none", 1 << 26), ("topk", "none", 640), ("standard", "layer_norm", 1 << 26)],
+)
+def test_the_largest_attributions_come_first_with_their_signs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, normalize: str, at_once: int
+) -> None:
+    """Each is the latent times the gradient along what it adds to the reconstruction."""
+    monkeypatch.setattr(latents, "AT_ONCE", at_once)
+    folder = saes.write_sae(tmp_path, architecture, normalize_activations=normalize)
+    encoder = SparseEncoder.of(open_sae(str(folder), decodes=True), 7)
+    arrays = device_arrays(load_arrays(encoder.sae)[0], "float32")
+    gradients = np.random.default_rng(4).standard_normal(ROWS.shape).astype(np.float32)
+    with jax.default_matmul_precision("highest"):
+        run = jax.jit(lambda a, x, g: latents.top_attributions(a, x, g, encoder=encoder))
+        top = jax.tree.map(np.asarray, run(arrays, ROWS, gradients))
+    tensors, rows, scale = saes.random_tensors(architecture), ROWS, np.ones((len(ROWS), 1))
+    if normalize == "layer_norm":
+        apart = ROWS - ROWS.mean(axis=1, keepdims=True)
+        scale = apart.std(axis=1, keepdims=True, ddof=1)
+        rows = apart / (scale + 1e-5)
+    toward = scale * (gradients @ tensors["W_dec"].T)
+    wanted = saes.plain_encode(rows, tensors, architecture) * toward
+    ids = top.ids.astype(np.int64)
+    np.testing.assert_allclose(top.values, np.take_along_axis(wanted, ids, 1), atol=1e-4)
+    sizes = -np.sort(-np.abs(wanted), axis=1)[:, :7]
+    np.testing.assert_allclose(np.abs(top.values), sizes, atol=1e-4)
+    assert np.array_equal(top.beyond, np.count_nonzero(wanted, axis=1) > 7)
