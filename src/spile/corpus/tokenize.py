@@ -175,7 +175,7 @@ class TextTokenizer:
         """Return the bos, eos and special bits of each token."""
         return self._flags[np.minimum(token_ids, self._size)]
 
-    @property
+    @cached_property
     def max_id(self) -> int:
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
 
