@@ -284,8 +284,9 @@ def parity(name: str, options: argparse.Namespace) -> None:
     from spile.models.forward.weight_loader import load_params
     from spile.models.forward.weights import LayerSchedule
     from spile.models.taps import parse_taps
+    from spile.run.step.devices import StepDevices
     from spile.run.step.resident import ResidentStep
-    from spile.run.step.step import StepDevices, StepSettings
+    from spile.run.step.settings import StepSettings
 
     dtype = options.compute_dtypes.split(",")[0]
     # HF has no float8.
@@ -396,8 +397,9 @@ def measure(name: str, options: argparse.Namespace) -> None:
 
     from spile.models.config.hf_config import read_config
     from spile.models.taps import parse_taps
+    from spile.run.step.devices import StepDevices
     from spile.run.step.resident import ResidentStep
-    from spile.run.step.step import StepDevices, StepSettings
+    from spile.run.step.settings import StepSettings
 
     config, layers = cut_config(name, depth_of(name, options.layers), options.experts)
     _, arch = read_config(config, "bench")

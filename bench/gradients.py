@@ -33,8 +33,9 @@ def main() -> None:
     from spile.models.config.hf_config import read_config
     from spile.models.taps import parse_taps
     from spile.plan.objectives import find_objective
+    from spile.run.step.devices import StepDevices
     from spile.run.step.resident import ResidentStep
-    from spile.run.step.step import StepDevices, StepSettings
+    from spile.run.step.settings import StepSettings
 
     config = json.loads((CONFIGS / f"{options.model}.json").read_text())
     config["num_hidden_layers"] = options.layers

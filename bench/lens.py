@@ -49,8 +49,9 @@ def step_of(options: argparse.Namespace, pool: str) -> Any:
 
     from spile.models.config.hf_config import read_config
     from spile.models.taps import Tap, parse_taps
+    from spile.run.step.devices import StepDevices
     from spile.run.step.resident import ResidentStep
-    from spile.run.step.step import StepDevices, StepSettings
+    from spile.run.step.settings import StepSettings
 
     config, layers = cut_config(options.model, None)
     _, arch = read_config(config, "bench")

@@ -33,8 +33,9 @@ def measure(options: argparse.Namespace) -> None:
 
     from spile.models.config.hf_config import read_config
     from spile.models.taps import parse_taps
+    from spile.run.step.devices import StepDevices
     from spile.run.step.resident import ResidentStep
-    from spile.run.step.step import StepDevices, StepSettings
+    from spile.run.step.settings import StepSettings
 
     config, layers = cut_config(options.model, options.layers)
     _, arch = read_config(config, "bench")

@@ -124,8 +124,9 @@ def main() -> None:
     from spile.models.forward.weights import LayerSchedule, abstract_params
     from spile.models.taps import parse_taps
     from spile.plan.residency import evenly
+    from spile.run.step.devices import StepDevices
     from spile.run.step.resident import ResidentStep
-    from spile.run.step.step import StepDevices, StepSettings
+    from spile.run.step.settings import StepSettings
     from spile.run.step.sweep import Sweep, SweepOptions
     from spile.run.world.devices import prepared_device
 

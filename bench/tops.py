@@ -38,8 +38,9 @@ def main() -> None:
     from spile.core.tensors import DTYPES_BY_NAME
     from spile.models.config.hf_config import read_config
     from spile.models.taps import Tap, parse_taps, with_tops
+    from spile.run.step.devices import StepDevices
     from spile.run.step.resident import ResidentStep
-    from spile.run.step.step import StepDevices, StepSettings
+    from spile.run.step.settings import StepSettings
 
     config = json.loads((CONFIGS / f"{options.model}.json").read_text())
     if options.layers:

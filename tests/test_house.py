@@ -84,7 +84,9 @@ EXEMPT = {
     "plan/answers.py": "e2e/test_gradients.py",
     "run/step/backward.py": "e2e/test_gradients.py",
     "plan/objectives.py": "e2e/test_gradients.py",
+    "run/step/devices.py": "mesh/test_step.py",
     "run/step/output.py": "run/step/test_step.py",
+    "run/step/settings.py": "run/step/test_resident.py",
 }
 
 

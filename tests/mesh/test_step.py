@@ -17,7 +17,8 @@ from spile.models.forward.splice import load_changes
 from spile.models.layout import Layout
 from spile.models.taps import Tap, parse_taps
 from spile.plan.splices import find_splices
-from spile.run.step.step import Step, StepDevices
+from spile.run.step.devices import StepDevices
+from spile.run.step.step import Step
 from support import families, saes, tiny
 from support.marks import some
 from support.meshes import make_batch, make_step, pooled, scored, shards_of

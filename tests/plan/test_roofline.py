@@ -24,8 +24,9 @@ from spile.models.layout import ONE_DEVICE, Cuts, Layout
 from spile.models.taps import parse_taps
 from spile.plan.chips import CHIPS
 from spile.plan.roofline import Roofline, Workload, cpu_unit_tokens
+from spile.run.step.devices import StepDevices
 from spile.run.step.resident import ResidentStep
-from spile.run.step.step import StepDevices, StepSettings
+from spile.run.step.settings import StepSettings
 from support import tiny
 from support.marks import some
 

@@ -22,8 +22,9 @@ from spile.models.layout import Cuts, Layout
 from spile.models.sites import AFTER_BLOCKS, LENSES
 from spile.models.taps import Tap, parse_taps
 from spile.plan.objectives import find_objective
+from spile.run.step.devices import StepDevices
 from spile.run.step.resident import ResidentStep
-from spile.run.step.step import StepDevices, StepSettings
+from spile.run.step.settings import StepSettings
 from spile.run.step.stored import Extras
 
 

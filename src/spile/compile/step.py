@@ -54,8 +54,10 @@ from spile.plan.pooling import reducing, refuse_sums
 from spile.plan.residency import Machine, Residency, choose_residency, streamed_bytes
 from spile.plan.roofline import MEMORY_SHARE, Roofline, Workload, recomputes, sweet_spot
 from spile.plan.tapped import seq_len_of, taps_of
+from spile.run.step.devices import StepDevices
 from spile.run.step.resident import ResidentStep
-from spile.run.step.step import StagePrograms, Step, StepDevices, StepSettings
+from spile.run.step.settings import StepSettings
+from spile.run.step.step import StagePrograms, Step
 from spile.run.step.stored import Extras
 from spile.run.step.sweep import Sweep, SweepOptions
 

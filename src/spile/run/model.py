@@ -56,7 +56,8 @@ from spile.plan.objectives import find_objective
 from spile.plan.residency import Machine, Residency, choose_residency
 from spile.plan.roofline import Workload
 from spile.run.pipeline.display import waiting
-from spile.run.step.step import Stage, StepDevices, StepSettings
+from spile.run.step.devices import StepDevices
+from spile.run.step.settings import Stage, StepSettings
 from spile.run.tap_values import TapValues, blanked
 from spile.run.world.devices import memory_limit, prepared_device
 

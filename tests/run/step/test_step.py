@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spile.run.step.step import StepSettings
+from spile.run.step.settings import StepSettings
 from support import tiny
 from support.meshes import make_batch, make_step
 

@@ -32,7 +32,8 @@ from spile.models.forward.weight_loader import ArrayLoader
 from spile.models.forward.weights import LayerSchedule, WeightArrays
 from spile.models.taps import Tap, all_taps
 from spile.plan.job import ExtractionJob
-from spile.run.step.step import Stage, StepDevices, StepSettings
+from spile.run.step.devices import StepDevices
+from spile.run.step.settings import Stage, StepSettings
 
 # The sites whose values products take.
 _FACTORS = ("attn_in", "ssm_in", "kv_latent", "q_rot", "k_rot", "v", "z", "ssm_z", "mlp_in",

@@ -21,7 +21,7 @@ from spile.models.forward.decoder import by_stage, of_any_block
 from spile.models.forward.weights import WeightArrays
 from spile.models.objectives import Objective
 from spile.models.taps import Tap
-from spile.run.step.step import StepInputs, StepSettings
+from spile.run.step.settings import StepInputs, StepSettings
 from spile.run.step.stored import Extras
 
 

@@ -41,8 +41,10 @@ from spile.models.taps import sites_on_paths
 from spile.plan.estimate import goes_back
 from spile.plan.job import ExtractionJob, prepare_unit
 from spile.plan.residency import Residency
+from spile.run.step.devices import StepDevices
 from spile.run.step.resident import ResidentStep
-from spile.run.step.step import Step, StepDevices, StepSettings
+from spile.run.step.settings import StepSettings
+from spile.run.step.step import Step
 from spile.run.step.stored import Extras
 from spile.run.step.sweep import Sweep, SweepOptions
 from spile.run.world.devices import memory_limit, memory_used

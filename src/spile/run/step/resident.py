@@ -12,15 +12,8 @@ import jax
 from spile.corpus.pack import Batch
 from spile.models.forward.weights import Params
 from spile.run.step.output import Runs, StepOutput, StepRows
-from spile.run.step.step import (
-    Computed,
-    Programs,
-    StagePrograms,
-    StepInputs,
-    StepSettings,
-    input_shapes,
-    step_inputs,
-)
+from spile.run.step.settings import Computed, StepInputs, StepSettings
+from spile.run.step.step import Programs, StagePrograms, input_shapes, step_inputs
 from spile.run.step.stored import Extras
 
 

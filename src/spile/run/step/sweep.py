@@ -46,16 +46,8 @@ from spile.models.sites import LENSES
 from spile.models.taps import Tap
 from spile.run.step.backward import BackwardStage, local_objective, stages_back
 from spile.run.step.output import Runs, StepOutput, StepRows
-from spile.run.step.step import (
-    Computed,
-    Programs,
-    Stage,
-    StagePrograms,
-    StepInputs,
-    StepSettings,
-    input_shapes,
-    step_inputs,
-)
+from spile.run.step.settings import Computed, Stage, StepInputs, StepSettings
+from spile.run.step.step import Programs, StagePrograms, input_shapes, step_inputs
 from spile.run.step.stored import Extras, Reduced
 
 
