@@ -203,6 +203,8 @@ COMMANDS = (
             "tests/examples/test_train_lora.py trains one", parses),
     Instead("docs/latents.md", "spile extract --model Qwen/Qwen3-1.7B-Base", "28 layers, and an "
             "encoder of each: tests/e2e/test_encode.py has small ones", parses),
+    Instead("docs/latents.md", "spile extract --model google/gemma-3-270m", "a transcoder of many "
+            "layers: tests/e2e/test_encode.py has a small one", parses),
     Instead("docs/export.md", "spile merge", "datasets of two corpora: "
             "tests/dataset/maintain/test_assemble.py has them", parses),
     Instead("docs/larger-models.md", "spile extract --model meta-llama/Llama-3.3-70B-Instruct",

@@ -171,6 +171,48 @@ def test_pt_files_and_transcoders_encode_a_whole_model(
         spile.extract(Recipe(taps=taps, pool="mean:doc", **options), str(tmp_path / "no"))
 
 
+@pytest.mark.full  # its parts: tests/run/step/test_stored.py, tests/plan/test_cross_layer.py
+def test_errors_of_a_cross_layer_transcoder_are_made_and_checked(
+    model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    folder = saes.write_cross_layer(tmp_path / "crossing", range(3))
+    options: dict[str, Any] = {"model": str(model), "corpus": str(corpus), **OPTIONS, "max_docs": 9}
+    taps, out = "resid_mid:0-2,mlp_out:0,mlp_out:2", tmp_path / "out"
+    spile.extract(Recipe(taps=taps, **options), str(tmp_path / "dense"))
+    recipe = Recipe(taps=taps, encode=str(folder), latents=5, encode_error=True, **options)
+    spile.extract(recipe, str(out))
+    dense, ds = spile.open(str(tmp_path / "dense")), spile.open(str(out))
+    count = ds.num_tokens
+    rows = [dense.read(f"resid_mid.{layer}", 0, count) for layer in range(3)]
+    tensors = [saes.random_tensors("jumprelu", seed=layer) for layer in range(3)]
+    latents = [
+        saes.plain_encode(rows[layer], tensors[layer], "jumprelu", subtract=False)
+        for layer in range(3)
+    ]
+    for target in (0, 2):
+        made = tensors[target]["b_dec"] + sum(
+            latents[n] @ saes.cross_decoders(n, 3)[:, target - n] for n in range(target + 1)
+        )
+        wanted = dense.read(f"mlp_out.{target}", 0, count) - made
+        found = ds.read(f"resid_mid_error.{target}", 0, count)
+        np.testing.assert_allclose(found, wanted, atol=1e-3)
+    assert "resid_mid_latents.1" in ds.taps and "resid_mid_error.1" not in ds.taps
+    assert verify(LocalObjects(out)).ok
+    checked = check(str(out), samples=1)
+    assert checked.ok and checked.taps["resid_mid_error.2"].reconstruction
+    assert checked.taps["resid_mid_error.2"].error < 1e-5
+    # The decoders belong to the dataset, too.
+    other = saes.write_cross_layer(tmp_path / "other", range(3), decoders_from=200)
+    for record in (out / "done").glob("*/*"):
+        record.unlink()
+    for name in ("manifest.json", "segments/000000.safetensors"):
+        (out / name).unlink()
+    with pytest.raises(DriftError, match="encoder of resid_mid.0: W_dec"):
+        spile.extract(dataclasses.replace(recipe, encode=str(other)), str(out))
+    with pytest.raises(ConfigError, match="of a cross-layer transcoder need the values of several"):
+        spile.extract(recipe, str(tmp_path / "streamed"), spile.Runtime(weights="disk"))
+
+
 def test_errors_are_added_copied_and_dropped_with_their_latents(
     model: Path, corpus: Path, sae: Path, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from spile.core.config import Recipe
 from spile.core.pool import COVARIANCE, JACOBIAN
 from spile.dataset.codec.statistics import TapStats
 from spile.models.files.checkpoint import open_checkpoint
@@ -16,6 +17,7 @@ from spile.models.files.encoders.tensors import load_arrays
 from spile.models.forward.splice import load_changes
 from spile.models.layout import Layout
 from spile.models.taps import Tap, parse_taps
+from spile.plan.encoders import find_encoders
 from spile.plan.splices import find_splices
 from spile.run.step.devices import StepDevices
 from spile.run.step.step import Step
@@ -191,6 +193,23 @@ def test_latents_are_those_of_one_device(model: Path, tmp_path: Path, layout: La
         sum(s.truncated for s in each.stats_of("resid_post_latents.1")) for each in (one, mesh)
     ]
     assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [Layout(8), CUT_THREE_WAYS], ids=str)
+def test_errors_across_layers_are_those_of_one_device(
+    model: Path, tmp_path: Path, layout: Layout
+) -> None:
+    folder = saes.write_cross_layer(tmp_path, range(2))
+    arch, taps = open_checkpoint(str(model)).arch, "resid_mid:0-1,mlp_out:1"
+    recipe = Recipe(encode=str(folder), latents=7, encode_error=True)
+    encoders = find_encoders(recipe, parse_taps(taps, arch), arch)
+    loaded = {tap: (each, load_arrays(each.sae)[0]) for tap, each in encoders.items()}
+    batch = make_batch(24, keep=True)
+    one, mesh = (make_step(model, taps, each, encoders=loaded)(batch) for each in (None, layout))
+    assert [name for name in one.batches[0].rows if "error" in name] == ["resid_mid_error.1"]
+    for name in one.batches[0].rows:
+        np.testing.assert_allclose(mesh.rows_of(name), one.rows_of(name), atol=1e-4)
 
 
 @pytest.mark.full

@@ -118,8 +118,10 @@ def write_transcoders(folder: Path, layers: range, hook: str = "mlp.hook_in") ->
     return folder
 
 
-def write_cross_layer(folder: Path, layers: range, hook: str = "hook_resid_mid") -> Path:
-    """Write the encoders of a cross-layer transcoder; the seed of each is its layer's number."""
+def write_cross_layer(
+    folder: Path, layers: range, hook: str = "hook_resid_mid", decoders_from: int = 100
+) -> Path:
+    """Write a cross-layer transcoder of a model's first layers; a layer's seed is its number."""
     folder.mkdir(parents=True, exist_ok=True)
     for layer in layers:
         made = random_tensors("jumprelu", seed=layer)
@@ -127,9 +129,17 @@ def write_cross_layer(folder: Path, layers: range, hook: str = "hook_resid_mid")
         named = {name: made[name] for name in ("b_enc", "b_dec", "threshold")} | {"W_enc": turned}
         tensors = {f"{name}_{layer}": tensor for name, tensor in named.items()}
         write_tensors(folder / f"W_enc_{layer}.safetensors", tensors)
+        decoders = {f"W_dec_{layer}": cross_decoders(layer, layers.stop, decoders_from)}
+        write_tensors(folder / f"W_dec_{layer}.safetensors", decoders)
     hooks = f"feature_input_hook: {hook}\nfeature_output_hook: hook_mlp_out\n"
     (folder / "config.yaml").write_text(f"model_kind: cross_layer_transcoder\n{hooks}")
     return folder
+
+
+def cross_decoders(layer: int, layers: int, seed: int = 100) -> np.ndarray:
+    """What the latents of a layer write to it and to later ones: [latents, layers, width]."""
+    rng = np.random.default_rng(seed + layer)
+    return rng.standard_normal((80, layers - layer, WIDTH)).astype(np.float32) * 0.3
 
 
 def skip_matrix(layer: int) -> np.ndarray:

@@ -29,9 +29,9 @@ from spile.check.latent_rows import RowLatents, SparseTap
 from spile.check.load import References, Taps, load_references, versions
 from spile.check.matching import match
 from spile.check.reconstructions import (
-    ErrorTap,
     Reconstruction,
     Reconstructions,
+    error_taps,
     with_errors,
 )
 from spile.check.sampled import (
@@ -338,11 +338,7 @@ class _Comparison:
         self._half = partial(_by_heads, computed.half, tops=tops) if computed.half else None
         self._divergences: dict[str, list[np.ndarray]] = {}
         self._sparse = {tap: SparseTap(tap, each) for tap, each in job.encoders.items()}
-        errors = [
-            ErrorTap(tap, self._sparse[tap], each.error_of)
-            for tap, each in job.encoders.items()
-            if each.error_of
-        ]
+        errors = error_taps(job.encoders, self._sparse)
         self._reconstructions = Reconstructions(errors, self._exact)
         self._exact, self._rough, self._again = (
             with_errors(taps, errors) for taps in (self._exact, self._rough, self._again)

@@ -12,6 +12,7 @@ from spile.dataset.read.dtypes import STORED
 from spile.models.files.encoders.arithmetic import (
     activations,
     active_latents,
+    completed,
     latents_of,
     reconstruction,
 )
@@ -76,9 +77,26 @@ class SparseTap:
         found, ids = zip(*top, strict=True)
         return RowLatents(np.concatenate(found), np.concatenate(ids))
 
-    def reconstructed(self, rows: np.ndarray) -> np.ndarray:
-        """Return the reconstructions of rows of the reference, from all of their latents."""
+    def written(self, rows: np.ndarray, layer: int) -> np.ndarray:
+        """Return what all latents of rows write to a layer, by a cross-layer transcoder."""
         flat, sae = rows.reshape(len(rows), -1).astype(np.float32), self._encoder.sae
+        at = sae.across.index(layer)
+        decoder = np.split(self._arrays["W_dec"], len(sae.across), axis=1)[at]
+        parts = (
+            latents_of(sae, self._arrays, flat[i : i + _ROWS], np, np.matmul, kth_largest)
+            for i in range(0, len(flat), _ROWS)
+        )
+        return np.concatenate([part @ decoder for part in parts])
+
+    def reconstructed(self, rows: np.ndarray, written: np.ndarray | None = None) -> np.ndarray:
+        """Return the reconstructions of rows of the reference, from all of their latents.
+
+        Args:
+            written: by a cross-layer transcoder: what all layers up to this one write to it.
+        """
+        flat, sae = rows.reshape(len(rows), -1).astype(np.float32), self._encoder.sae
+        if written is not None:
+            return completed(sae, self._arrays, written, flat, np.matmul)
         parts = [flat[i : i + _ROWS] for i in range(0, len(flat), _ROWS)]
         made = (reconstruction(sae, self._arrays, p, np, np.matmul, kth_largest) for p in parts)
         return np.concatenate(list(made))

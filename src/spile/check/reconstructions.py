@@ -10,6 +10,7 @@ from spile.check.latent_rows import SparseTap
 from spile.check.load import Taps
 from spile.core.errors import InputError
 from spile.core.recipe import error_name
+from spile.models.files.encoders.sae import SparseEncoder
 from spile.models.taps import Tap
 
 _CONTEXTS = 8  # each takes a forward pass for each encoder
@@ -35,15 +36,53 @@ class Reconstruction:
 class ErrorTap:
     """The stored error of an encoded tap."""
 
-    def __init__(self, tap: str, sparse: SparseTap, error_of: str) -> None:
-        self.name, self.source, self._sparse = error_name(tap), tap, sparse
-        self.target = replace(Tap.from_name(tap), site=error_of).name
+    def __init__(
+        self,
+        tap: str,
+        sparse: SparseTap,
+        error_of: str,
+        writers: Mapping[str, SparseTap] | None = None,
+    ) -> None:
+        """Args:
+        writers: by tap, the layers of a cross-layer transcoder that write to the tap's own.
+        """
+        self.name, self._tap, self._sparse = error_name(tap), Tap.from_name(tap), sparse
+        self.target = replace(self._tap, site=error_of).name
+        self._writers = dict(writers or {})
+        self.needed = {self.target, tap, *self._writers}
 
     def of(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return rows less their reconstructions, from the taps of a context."""
-        rows = values[self.target]
-        made = self._sparse.reconstructed(values[self.source])
+        rows, layer = values[self.target], self._tap.layer
+        written = None
+        if self._writers and layer is not None:
+            each = (own.written(values[tap], layer) for tap, own in self._writers.items())
+            written = np.sum([*each], axis=0)
+        made = self._sparse.reconstructed(values[self._tap.name], written)
         return rows - made.reshape(rows.shape)
+
+
+def error_taps(
+    encoders: Mapping[str, SparseEncoder], sparse: Mapping[str, SparseTap]
+) -> list[ErrorTap]:
+    """Return the stored errors of encoded taps."""
+    return [
+        ErrorTap(tap, sparse[tap], each.error_of, _writers(tap, encoders, sparse))
+        for tap, each in encoders.items()
+        if each.error_of
+    ]
+
+
+def _writers(
+    tap: str, encoders: Mapping[str, SparseEncoder], sparse: Mapping[str, SparseTap]
+) -> dict[str, SparseTap]:
+    """Return the layers of a cross-layer transcoder that write to a tap's own layer."""
+    own = Tap.from_name(tap)
+    return {
+        name: sparse[name]
+        for name, each in encoders.items()
+        if own.layer in each.sae.across and Tap.from_name(name).site == own.site
+    }
 
 
 def with_errors(taps: Taps, errors: Collection[ErrorTap]) -> Taps:
@@ -51,7 +90,7 @@ def with_errors(taps: Taps, errors: Collection[ErrorTap]) -> Taps:
 
     def found(context: np.ndarray, names: Collection[str], **options: Any) -> dict[str, np.ndarray]:
         asked = [each for each in errors if each.name in names]
-        needed = {name for each in asked for name in (each.source, each.target)}
+        needed = {name for each in asked for name in each.needed}
         values = taps(context, {*names, *needed} - {each.name for each in asked}, **options)
         return values | {each.name: each.of(values) for each in asked}
 
@@ -72,7 +111,7 @@ class Reconstructions:
         """Add a context; more than a few are left out."""
         if not self._errors or self._contexts >= _CONTEXTS or len(context) < 2:
             return
-        needed = {name for each in self._errors for name in (each.source, each.target)}
+        needed = {name for each in self._errors for name in each.needed}
         values = self._exact(context, {*needed, "logprob"})
         self._contexts += 1
         self._tokens += len(context) - 1

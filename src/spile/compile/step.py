@@ -262,6 +262,11 @@ def compile_step(question: Question, layout: Layout) -> Compiled:
             "--reduce cov:TAP: needs the values of two blocks at once, and blocks are streamed; "
             "leave --weights out, or choose more chips"
         )
+    if kept.streams and any(each.sae.across for each in work.encoders.values()):
+        raise ConfigError(
+            "--encode-error: errors of a cross-layer transcoder need the values of several blocks "
+            "at once, and blocks are streamed; leave --weights out, or choose more chips"
+        )
     if kept.streams:
         work = dataclasses.replace(work, rows=kept.batch_rows * layout.groups)
     batch = _full_batch(work)

@@ -31,6 +31,8 @@ OF_A_PASS = (
 )  # fmt: skip
 TOPS = (*LARGEST,)  # how many values taps keep that keep the largest
 CROSSCODER = "crosscoder "  # how the identity of an encoder of several datasets' rows begins
+# How that of an encoder begins whose error is not stored, though the recipe stores errors.
+LATENTS_ALONE = "latents alone "
 # Fields that are left out of a stored recipe if nothing is given: so fingerprints stay as they were
 # before there were any.
 _OPTIONAL = (
@@ -126,7 +128,8 @@ class ResolvedRecipe:
             return (tap,)
         names = latent_names(tap)
         names = names[:1] if self.latents == ALL_LATENTS else names
-        return (*names, error_name(tap)) if self.encode_error else names
+        error = self.encode_error and not self.encode[tap].startswith(LATENTS_ALONE)
+        return (*names, error_name(tap)) if error else names
 
     @property
     def compares(self) -> bool:

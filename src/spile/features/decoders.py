@@ -9,7 +9,7 @@ import numpy as np
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError, InputError
 from spile.core.npy import read_npy_header
-from spile.core.recipe import ResolvedRecipe
+from spile.core.recipe import LATENTS_ALONE, ResolvedRecipe
 from spile.models.config.arch import Arch
 from spile.models.files.encoders import with_decoder
 from spile.models.files.encoders.sae import Sae
@@ -34,7 +34,7 @@ def open_decoder(recipe: ResolvedRecipe, tap: str, arch: Arch, encode: str | Non
     if tap not in found:
         raise ConfigError(f"--encode {where}: names no encoder of {tap}")
     sae = found[tap].sae
-    if sae.identity() != recipe.encode[tap]:
+    if sae.identity() != recipe.encode[tap].removeprefix(LATENTS_ALONE):
         raise ConfigError(
             f"{sae.directory}: is not the encoder that made the latents of {tap}; give that one as "
             "--encode, or leave the logits out with --logits 0"

@@ -22,6 +22,7 @@ from spile.models.files.safetensors import read_tensor
 from spile.models.sites import LENS_BLOCK, SITES
 from spile.models.taps import Tap
 from spile.objects.paths import path_of
+from spile.plan.cross_layer import with_errors_across
 
 _FLOATS = ("bfloat16", "float16", "float32")
 
@@ -62,7 +63,7 @@ def find_encoders(
     error = bool(recipe.encode_error)
     if error and recipe.pool:
         raise ConfigError("--encode-error: pooled rows have no error; leave out --pool or --reduce")
-    opened = partial(open_sae, decodes=error)
+    opened = partial(open_sae, decodes=error, across=True)
     pairs = (each for item in _items(recipe.encode) for each in _pairs(*item, taps, arch, opened))
     for where, sae, made in pairs:
         tap = _read_at(made)
@@ -78,7 +79,8 @@ def find_encoders(
             sae = replace(whole, ungained=sae.ungained, gain=sae.gain)
         error_of = _reconstructed_site(where, sae, tap, taps, arch) if error else None
         found[made.name] = SparseEncoder.of(sae, recipe.latents, pooled=pooled, error_of=error_of)
-    return {tap.name: found[tap.name] for tap in taps if tap.name in found}
+    made = with_errors_across(found, taps) if error else found
+    return {tap.name: made[tap.name] for tap in taps if tap.name in made}
 
 
 def with_gain(sae: Sae, tap: Tap, gain: Callable[[Tap], np.ndarray] | None) -> Sae:
@@ -125,11 +127,18 @@ def reconstructed_tap(sae: Sae, tap: Tap, arch: Arch) -> Tap | None:
     return next((each for each in every if not named.isdisjoint(each.aliases(arch))), None)
 
 
-def _reconstructed_site(where: str, sae: Sae, tap: Tap, taps: Sequence[Tap], arch: Arch) -> str:
-    """Return the site whose rows an encoder reconstructs: a transcoder's must be tapped, too."""
+def _reconstructed_site(
+    where: str, sae: Sae, tap: Tap, taps: Sequence[Tap], arch: Arch
+) -> str | None:
+    """Return the site whose rows an encoder reconstructs: a transcoder's must be tapped, too.
+
+    (Layers of a cross-layer transcoder may lack it: then their latents serve errors of others.)
+    """
     wanted = reconstructed_tap(sae, tap, arch)
     if wanted and wanted in taps and wanted.width(arch, 1) == (sae.target or sae.width):
         return wanted.site
+    if sae.crosses:
+        return None
     raise ConfigError(
         f"--encode-error: {where} reconstructs {sae.writes}, which is not among --taps; add it"
     )

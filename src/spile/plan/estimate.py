@@ -137,6 +137,11 @@ def _planned_residency(job: ExtractionJob, runtime: Runtime, machine: Machine) -
             f"--writers: edges need the values of several blocks at once, and here {found}; leave "
             "--weights out, or use more devices"
         )
+    if found.streams and job.crosses:
+        raise ConfigError(
+            "--encode-error: errors of a cross-layer transcoder need the values of several blocks "
+            f"at once, and here {found}; leave --weights out, or use more devices"
+        )
     if found.streams and job.recipe.steps:
         raise ConfigError(
             f"--steps: integrated gradients need every block on the device, and here {found}; "

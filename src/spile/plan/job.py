@@ -92,6 +92,11 @@ class ExtractionJob:
         return (*self.computed, *compared, *(self.objective.aims if self.objective else ()))
 
     @property
+    def crosses(self) -> bool:
+        """Whether a cross-layer transcoder's errors are stored."""
+        return any(encoder.sae.across for encoder in self.encoders.values())
+
+    @property
     def layers(self) -> int:
         """Blocks that must be loaded and run."""
         return max(tap.layers_needed(self.checkpoint.arch) for tap in self.reached)

@@ -16,6 +16,7 @@ from spile.models.files.checkpoint import open_checkpoint
 from spile.models.objectives import LOGPROB
 from spile.models.taps import parse_taps, tops_of
 from spile.plan.baselines import baseline_source, find_baseline
+from spile.plan.cross_layer import identities
 from spile.plan.encoders import each_source, find_encoders, gain_before, stored_taps
 from spile.plan.lenses import find_lens
 from spile.plan.objectives import find_objective, objective_source
@@ -77,7 +78,7 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
         lora_source=lasting(asked.lora) if asked.lora else None,
         encode_source=each_source(asked.encode, lasting) if asked.encode else None,
         taps=tuple(tap.name for tap in taps),
-        encode={tap: encoder.sae.identity() for tap, encoder in encoders.items()},
+        encode=identities(encoders, errors=bool(asked.encode_error)),
         latents=asked.latents,
         lens=lens.identity if lens else None,
         lens_source=lasting(asked.lens) if asked.lens else None,

@@ -40,6 +40,7 @@ from spile.objects.hub.names import continued, newest, pinned
 from spile.objects.paths import AnyPath
 from spile.plan.baselines import AT_ONCE, baseline_source, find_baseline
 from spile.plan.compute_dtype import settled_compute_dtype
+from spile.plan.cross_layer import identities
 from spile.plan.cutting import cut_corpus, make_table
 from spile.plan.encoders import each_source, find_encoders, gain_before, stored_taps
 from spile.plan.growth import (
@@ -475,7 +476,7 @@ def _settled(
         corpus=corpus,
         taps=tuple(tap.name for tap in taps),
         writers=",".join(tap.name for tap in writers_of(recipe, taps, arch)) or None,
-        encode={tap: encoder.sae.identity() for tap, encoder in encoders.items()},
+        encode=identities(encoders, errors=bool(recipe.encode_error)),
         encode_error=bool(recipe.encode_error),
         where=rows.where,
         every=rows.every,

@@ -222,6 +222,9 @@ class Workload:
         others = (*others, *summed, *summed, *self.writers)
         taken = sum(self._met_bytes(tap, met) for tap in (*self.taps, *others))
         taken += len(self._lens_layers) * self.arch.width * self.item
+        # What a layer of a cross-layer transcoder writes, and the sums over layers.
+        across = (each.sae.outputs for each in self.encoders.values() if each.sae.across)
+        taken += 2 * _PART * max(across, default=0)
         held = self._held(taken)
         return self.stored + held + deviations + 2 * self._own * self.compared * _PART
 
@@ -509,8 +512,7 @@ class Workload:
     def _encoding(self) -> int:
         """Number of values in the encoders' matrices, and in decoders that are used."""
         return sum(
-            each.sae.latents
-            * (each.sae.width + (each.sae.target or each.sae.width) * each.sae.decodes)
+            each.sae.latents * (each.sae.width + each.sae.outputs * each.sae.decodes)
             for each in self.encoders.values()
         )
 

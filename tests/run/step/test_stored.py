@@ -1,5 +1,6 @@
 """Values that the device stores in eight bits are read back unchanged."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,9 +10,14 @@ import pytest
 
 from spile.dataset.codec import quantization as quant
 from spile.dataset.format import TapInfo
-from spile.run.step.stored import encode_rows
+from spile.models.files.encoders import open_sae, with_decoders
+from spile.models.files.encoders.sae import SparseEncoder
+from spile.models.files.encoders.tensors import load_arrays
+from spile.models.taps import Tap
+from spile.run.step.stored import Extras, StoredForm, encode_rows
 from support.marks import some
 
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "encoders"
 SHAPES = [(24,), (4, 6), ()]
 TINY = np.finfo(np.float32).tiny
 
@@ -123,3 +129,38 @@ def test_rows_too_small_for_a_scale_stay_finite(compiled: bool) -> None:
     error = np.abs(decoded - flat(values))
     assert (error <= np.maximum(np.abs(flat(values)) / 16, float(TINY))).all()
     assert (np.abs(decoded[3:6]).max(axis=1) > 0).all()
+
+
+@pytest.mark.parametrize("targets", [(0, 1, 2), (0, 2)])
+@pytest.mark.parametrize("name", ["circuit_tracer_clt", "gemma_scope_2_clt"])
+def test_errors_across_layers_are_those_of_the_projects_own_code(
+    name: str, targets: tuple[int, ...]
+) -> None:
+    folder = FIXTURES / name
+    with np.load(folder / "wanted.npz") as found:
+        rows, latents, decoded = (found[each] for each in ("rows", "latents", "decoded"))
+    outputs = np.random.default_rng(0).standard_normal(rows.shape).astype(np.float32)
+    encoders: dict[str, SparseEncoder] = {}
+    for layer in reversed(range(3)):  # in any order
+        own = tuple(target for target in targets if target >= layer)
+        sae = with_decoders(open_sae(str(folder), layer=layer), own)
+        encoders[f"mlp_in.{layer}"] = SparseEncoder.of(
+            sae, 5, error_of="mlp_out" if layer in targets else None
+        )
+    taps = {f"{site}.{n}": Tap(site, n) for n in range(3) for site in ("mlp_in", "mlp_out")}
+    values = {tap: (rows if "in" in tap else outputs)[own.layer] for tap, own in taps.items()}
+    arrays = {tap: load_arrays(each.sae)[0] for tap, each in encoders.items()}
+    stored = jax.jit(
+        lambda values, extras: StoredForm(taps, encoders, "float32", None).rows(
+            values, extras, (jnp.asarray([10, 10]), None), 10, 10
+        )
+    )
+    made, statistics = stored(values, Extras(encoders=arrays))
+    errors = {f"mlp_in_error.{layer}" for layer in targets}
+    assert {tap for tap in made if "error" in tap} == errors <= {*statistics}
+    for layer in range(3):
+        largest = -np.sort(-latents[layer], axis=1)[:, :5]
+        np.testing.assert_allclose(made[f"mlp_in_latents.{layer}"], largest, atol=1e-5)
+    for layer in targets:
+        wanted = outputs[layer] - decoded[layer]
+        np.testing.assert_allclose(made[f"mlp_in_error.{layer}"], wanted, atol=2e-5)

@@ -23,6 +23,8 @@ class TopLatents(NamedTuple):
     ids: Int[Array, "rows kept"]  # distinct within a row, whether active or not
     beyond: Bool[Array, " rows"]  # whether more were active
     error: Float[Array, "rows ..."] | None  # a row less its reconstruction, if that is stored
+    # Of a layer of a cross-layer transcoder: what its latents write to other layers' rows.
+    written: Float[Array, "rows outputs"] | None = None
 
 
 def device_arrays(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
@@ -49,7 +51,7 @@ def top_attributions(
 
     def of_row(given: tuple[Array, Array]) -> TopLatents:
         row, gradient = (each.astype(jnp.float32) for each in given)
-        found = activations(sae, arrays, row, jnp, _typed_product)
+        found = activations(sae, arrays, row, jnp, typed_product)
         found = active_latents(sae, arrays, found, jnp, kth_largest)
 
         def made(own: Array) -> Array:
@@ -69,7 +71,8 @@ def top_attributions(
     return jax.lax.map(of_row, flat, batch_size=size)
 
 
-def _typed_product(a: Array, b: Array) -> Array:
+def typed_product(a: Array, b: Array) -> Array:
+    """Multiply in the dtype of a matrix; accumulate in float32."""
     return jnp.dot(a.astype(b.dtype), b, preferred_element_type=jnp.dtype("float32"))
 
 
@@ -83,11 +86,12 @@ def top_latents(
     """Encode rows of any float dtype, a few at a time, since all latents would fill the memory.
 
     Args:
-        target: the rows that it reconstructs, if the error is stored.
+        target: the rows that it reconstructs, if the error is stored. (That of a cross-layer
+            transcoder is computed from what all layers write.)
     """
     sae = encoder.sae
 
-    product = _typed_product
+    product = typed_product
 
     def of_row(given: tuple[Array, Array | None]) -> TopLatents:
         row, wanted = given[0].astype(jnp.float32), given[1]
@@ -96,12 +100,15 @@ def top_latents(
             found = active_latents(sae, arrays, found, jnp, kth_largest)
         values, ids = jax.lax.top_k(found, encoder.kept)
         active = jnp.minimum((found > 0).sum(), sae.k or sae.latents)
-        error = None
-        if wanted is not None:
+        error = written = None
+        if wanted is not None or sae.across:
             every = active_latents(sae, arrays, found, jnp, kth_largest)
-            error = wanted.astype(jnp.float32) - decoded(sae, arrays, row, every, jnp, product)
+            if sae.across:
+                written = product(every, arrays["W_dec"])
+            elif wanted is not None:
+                error = wanted.astype(jnp.float32) - decoded(sae, arrays, row, every, jnp, product)
         ids = ids.astype(jnp.dtype(encoder.id_dtype))
-        return TopLatents(values, ids, active > encoder.kept, error)
+        return TopLatents(values, ids, active > encoder.kept, error, written)
 
     flat = rows.reshape(len(rows), -1), None if target is None else target.reshape(len(rows), -1)
     size = max(1, AT_ONCE // sae.latents)

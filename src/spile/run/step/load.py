@@ -268,7 +268,7 @@ class StepLoader:
     def _swept(self) -> bool:
         # (Values of two blocks meet in one program, which a sweep does not have.)
         job = self.job
-        whole = job.beside or job.recipe.steps or job.writers
+        whole = job.beside or job.recipe.steps or job.writers or job.crosses
         whole = whole or (job.objective and not goes_back(job))
         return self.residency.streams or (self.device.platform == "cpu" and not whole)
 

@@ -21,11 +21,17 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from spile.core.recipe import error_name, latent_names
 from spile.dataset.codec.quantization import FLOAT8, FLOAT8_MAX, INT8_MAX, QUANTIZED
 from spile.dataset.format import scale_name
+from spile.models.files.encoders.arithmetic import completed
 from spile.models.files.encoders.sae import Arrays, SparseEncoder
 from spile.models.forward.lens import LensHead
 from spile.models.forward.pooling import Pooling, products_by_label
 from spile.models.forward.sharding import P, Shards
-from spile.models.forward.sparse_latents import TopLatents, top_attributions, top_latents
+from spile.models.forward.sparse_latents import (
+    TopLatents,
+    top_attributions,
+    top_latents,
+    typed_product,
+)
 from spile.models.layout import AXES
 from spile.models.sites import LENSES
 from spile.models.taps import Tap
@@ -160,11 +166,12 @@ class StoredForm:
             reduced[name] = reduce(encoded.decoded, real, counted)
 
         values = {**values, **self._predictions(values, extras, len(counts))}
+        across = self._across(values, extras)
         for name, tap in self.taps.items():
             if name not in self.encoders:
                 keep(name, values[name], tap.dtype(self.store_dtype), tap.kind.least)
                 continue
-            top = self._encoded(name, tap, values, extras.encoders[name])
+            top = across.get(name) or self._encoded(name, tap, values, extras.encoders[name])
             latents, ids = latent_names(name)
             keep(latents, top.values, self.store_dtype, truncated=top.beyond.astype(jnp.int32))
             keep(ids, top.ids, self.encoders[name].id_dtype)
@@ -207,13 +214,46 @@ class StoredForm:
             if self.shards:
                 function = self.shards.each(function, [P(), P(AXES), P(AXES)], P(AXES))
             return function(arrays, *given)
-        if encoder.error_of:  # a site of the same block
-            wanted = Tap(encoder.error_of, tap.layer)
-            given.append(next(values[each] for each, own in self.taps.items() if own == wanted))
+        if encoder.error_of and not encoder.sae.across:
+            given.append(self._reconstructed(encoder, tap, values))
         function = partial(top_latents, encoder=encoder)
         if self.shards:
             function = self.shards.each(function, [P(), *[P(AXES)] * len(given)], P(AXES))
         return function(arrays, *given)
+
+    def _reconstructed(
+        self, encoder: SparseEncoder, tap: Tap, values: Mapping[str, Array]
+    ) -> Array:
+        """Return the rows that an encoder reconstructs: those of a site of the same block."""
+        wanted = Tap(encoder.error_of or "", tap.layer)
+        return next(values[each] for each, own in self.taps.items() if own == wanted)
+
+    def _across(self, values: Mapping[str, Array], extras: Extras) -> dict[str, TopLatents]:
+        """Encode the taps that cross-layer transcoders read, if their errors are stored.
+
+        They go from the first layer on: the error of a layer needs what all layers up to it write.
+        """
+        found: dict[str, TopLatents] = {}
+        sums: dict[tuple[str, int | None], Array] = {}  # by the site that is read, and the layer
+        crossing = [name for name, each in self.encoders.items() if each.sae.across]
+        for name in sorted(crossing, key=lambda name: self.taps[name].layer or 0):
+            tap, encoder, arrays = self.taps[name], self.encoders[name], extras.encoders[name]
+            top = self._encoded(name, tap, values, arrays)
+            assert top.written is not None
+            parts = jnp.split(top.written, len(encoder.sae.across), axis=1)
+            for layer, part in zip(encoder.sae.across, parts, strict=True):
+                before = sums.get((tap.site, layer))
+                sums[tap.site, layer] = part if before is None else before + part
+            if encoder.error_of:
+                wanted = self._reconstructed(encoder, tap, values)
+                rows = values[name].reshape(len(wanted), -1).astype(jnp.float32)
+                made = completed(
+                    encoder.sae, arrays, sums.pop((tap.site, tap.layer)), rows, typed_product
+                )
+                error = wanted.astype(jnp.float32) - made.reshape(wanted.shape)
+                top = top._replace(error=error)
+            found[name] = top
+        return found
 
 
 def joined(values: Mapping[str, Array], beside: str) -> dict[str, Array]:

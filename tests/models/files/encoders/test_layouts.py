@@ -14,8 +14,8 @@ import pytest
 from spile.core.errors import InputError
 from spile.core.recipe import CROSSCODER
 from spile.models.files import encoders
-from spile.models.files.encoders import LAYOUTS, find_layout, open_sae
-from spile.models.files.encoders.arithmetic import latents_of, reconstruction
+from spile.models.files.encoders import LAYOUTS, find_layout, open_sae, with_decoders
+from spile.models.files.encoders.arithmetic import completed, latents_of, reconstruction
 from spile.models.files.encoders.sae import Sae
 from spile.models.files.encoders.settings import read_yaml
 from spile.models.files.encoders.tensors import load_arrays
@@ -114,12 +114,50 @@ def test_latents_of_every_layer_of_a_cross_layer_transcoder(name: str) -> None:
         np.testing.assert_allclose(found, expected["latents"][layer], atol=5e-6)
         hooks = tuple(f"blocks.{layer}.{hook}" for hook in HOOKS[name] if hook)
         assert (sae.hook, sae.writes) == hooks
-    with pytest.raises(InputError, match="is a cross-layer transcoder"):
+    with pytest.raises(InputError, match="is a cross-layer transcoder, whose reconstruction"):
         open_sae(where(name), layer=1, decodes=True)
     with pytest.raises(InputError, match="has encoders of layers 0, 1, 2; the tap is of layer 7"):
         open_sae(where(name), layer=7)
     with pytest.raises(InputError, match="has encoders of layers 0, 1, 2; the tap is of no layer"):
         open_sae(where(name))
+
+
+@pytest.mark.parametrize("targets", [(0, 1, 2), (1,), (0, 2)])
+@pytest.mark.parametrize("name", CROSS_LAYER)
+def test_reconstructions_across_layers_are_the_projects_own(
+    name: str, targets: tuple[int, ...]
+) -> None:
+    expected = wanted(name)
+    sums = dict.fromkeys(targets, np.float32(0))
+    for layer, rows in enumerate(expected["rows"][: targets[-1] + 1]):
+        alone = open_sae(where(name), layer=layer)
+        sae = with_decoders(alone, tuple(target for target in targets if target >= layer))
+        assert sae.identity() == alone.identity() and sae.outputs == 16 * len(sae.across)
+        arrays, digests = load_arrays(sae)
+        assert digests.keys() == sae.tensors().keys()
+        found = latents_of(sae, arrays, rows, np, np.matmul, kth_largest)
+        parts = np.split(found @ arrays["W_dec"], len(sae.across), axis=1)
+        for target, part in zip(sae.across, parts, strict=True):
+            sums[target] = sums[target] + part
+        if layer in sums:
+            made = completed(sae, arrays, sums[layer], rows, np.matmul)
+            np.testing.assert_allclose(made, expected["decoded"][layer], atol=2e-5)
+
+
+def test_decoders_that_are_missing_or_too_few_are_named(tmp_path: Path) -> None:
+    for name in CROSS_LAYER:
+        shutil.copytree(where(name), tmp_path / name)
+    sae = open_sae(str(tmp_path / "circuit_tracer_clt"), layer=1)
+    with pytest.raises(
+        InputError, match=r"W_dec_1 has shape \[48, 2, 16\], expected \[48, 3, 16\]"
+    ):
+        with_decoders(sae, (1, 3))
+    (tmp_path / "circuit_tracer_clt" / "W_dec_1.safetensors").unlink()
+    with pytest.raises(InputError, match="W_dec_1.safetensors"):
+        with_decoders(sae, (1, 2))
+    sae = open_sae(str(tmp_path / "gemma_scope_2_clt"), layer=1)
+    with pytest.raises(InputError, match=r"W_dec has shape \[48, 3, 16\], expected \[48, 4, 16\]"):
+        with_decoders(sae, (3,))
 
 
 @pytest.mark.parametrize("name", FOLDERS)

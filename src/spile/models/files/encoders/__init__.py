@@ -120,6 +120,7 @@ def open_sae(
     layer: int | None = None,
     flag: str = "--encode",
     decodes: bool = False,
+    across: bool = False,
     sides: int = 1,
 ) -> Sae:
     """Open an encoder by its directory, file or URL; check its settings and its tensors' shapes.
@@ -128,6 +129,8 @@ def open_sae(
         layer: of the tap, if the directory has an encoder for each layer.
         flag: the one that names it, for errors.
         decodes: whether its decoder is needed, too.
+        across: whether a layer of a cross-layer transcoder is then returned without its decoder,
+            which `with_decoders` adds.
         sides: how many models' rows it must read.
     """
     path = path_of(where)
@@ -159,7 +162,9 @@ def open_sae(
     if sae.hook and sae.hook.endswith(_UNGAINED):
         hook = f"{sae.hook.removesuffix(_UNGAINED)}mlp.hook_in"
         sae = replace(sae, hook=hook, ungained=True)
-    return with_decoder(sae, f"{flag} {where}") if decodes else _checked(sae)
+    if not decodes or (across and sae.crosses):
+        return _checked(sae)
+    return with_decoder(sae, f"{flag} {where}")
 
 
 def with_decoder(sae: Sae, named: str) -> Sae:
@@ -167,9 +172,19 @@ def with_decoder(sae: Sae, named: str) -> Sae:
     if sae.crosses:
         raise InputError(
             f"{named}: is a cross-layer transcoder, whose reconstruction needs the latents of all "
-            "layers up to its own; only its latents are computed"
+            "layers up to its own; only `spile extract` computes that, with --encode-error"
         )
     return _checked(replace(sae, decodes=True))
+
+
+def with_decoders(sae: Sae, targets: tuple[int, ...]) -> Sae:
+    """Return a layer of a cross-layer transcoder with its decoders to some layers, ascending."""
+    assert sae.writes_from is not None
+    picked = tuple(layer - sae.writes_from for layer in targets)
+    places = {**sae.places, "W_dec": replace(sae.place("W_dec"), picked=picked)}
+    made = replace(sae, across=targets, decodes=True, places=places)
+    check_tensors(made)
+    return made
 
 
 def _checked(sae: Sae) -> Sae:

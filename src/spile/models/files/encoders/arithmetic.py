@@ -94,6 +94,20 @@ def reconstruction(
     return decoded(sae, arrays, rows, found, xp, product)
 
 
+def completed(
+    sae: Sae, arrays: Arrays, written: Any, rows: Any, product: Callable[[Any, Any], Any]
+) -> Any:
+    """Compute what a cross-layer transcoder reconstructs at a layer: [rows, width].
+
+    Args:
+        sae: of that layer, and its arrays.
+        written: the sum of what the latents of all layers up to it write there.
+        rows: that the layer's encoder reads.
+    """
+    made = written + arrays["b_dec"][None]
+    return made + product(rows, arrays["W_skip"]) if sae.skips else made
+
+
 def decoded(
     sae: Sae, arrays: Arrays, rows: Any, found: Any, xp: Any, product: Callable[[Any, Any], Any]
 ) -> Any:

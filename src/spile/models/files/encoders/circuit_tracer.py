@@ -5,13 +5,13 @@
 from typing import Any
 
 from spile.core.errors import InputError
-from spile.models.files.encoders.sae import MLP_OUT, Sae, is_size, stored_tensors
+from spile.models.files.encoders.sae import MLP_OUT, Sae, StoredTensor, is_size, stored_tensors
 from spile.models.files.encoders.settings import read_yaml
 from spile.models.files.encoders.tensors import tensor_shapes
 from spile.objects.paths import AnyPath
 
 TRANSCODER, CROSS_LAYER = "layer_{layer}.safetensors", "W_enc_{layer}.safetensors"
-CONFIG = "config.yaml"
+DECODER, CONFIG = "W_dec_{layer}.safetensors", "config.yaml"
 
 _NAMES = {
     "W_enc": "W_enc T", "threshold": "activation_function.threshold", "W_skip": "W_skip T",
@@ -32,17 +32,18 @@ def read_transcoder(folder: AnyPath, layer: int) -> Sae:
 
 
 def read_cross_layer(folder: AnyPath, layer: int) -> Sae:
-    """The latents of one layer of a cross-layer transcoder."""
+    """One layer of a cross-layer transcoder."""
     file = folder / CROSS_LAYER.format(layer=layer)
     shapes = tensor_shapes(file, folder)
     width, latents = _sizes(file, shapes.get(f"W_enc_{layer}", ()))
     reads, writes = _hooks(folder, layer)
     named = {name: f"{name}_{layer}" for name in ("b_enc", "b_dec", "threshold")}
+    places = stored_tensors(file, {**named, "W_enc": f"W_enc_{layer} T"})
+    places["W_dec"] = StoredTensor(folder / DECODER.format(layer=layer), f"W_dec_{layer}")
     return Sae(
-        directory=folder, file=file, width=width, latents=latents, subtracts=False, crosses=True,
+        directory=folder, file=file, width=width, latents=latents, subtracts=False,
         architecture="jumprelu" if named["threshold"] in shapes else "standard",
-        hook=reads, writes=writes,
-        places=stored_tensors(file, {**named, "W_enc": f"W_enc_{layer} T"}),
+        hook=reads, writes=writes, writes_from=layer, places=places,
     )  # fmt: skip
 
 

@@ -37,11 +37,11 @@ def read_gemma_scope_2(folder: AnyPath) -> Sae:
 
 
 def read_cross_layer(folder: AnyPath, layer: int) -> Sae:
-    """The latents of one layer of a cross-layer transcoder."""
+    """One layer of a cross-layer transcoder. (Its decoder has zeros for the layers before it.)"""
     file = folder / CROSS_LAYER.format(layer=layer)
     block = f"blocks.{layer}."
     hooks = {"hook": f"{block}mlp.hook_in", "writes": f"{block}hook_mlp_out"}
-    return _read(folder, file, crosses=True, **hooks)
+    return _read(folder, file, writes_from=0, **hooks)
 
 
 def _read(folder: AnyPath, file: AnyPath, **settings: Any) -> Sae:

@@ -39,6 +39,7 @@ class StoredTensor:
     # As it is stored, if it has an axis of sides, which is the first one or the second.
     shape: tuple[int, ...] = ()
     side: int = 0
+    picked: tuple[int, ...] = ()  # places on its second axis that are used; it has three
 
 
 def stored_tensors(file: AnyPath, names: Mapping[str, str]) -> dict[str, StoredTensor]:
@@ -78,7 +79,10 @@ class Sae:
     writes: str | None = field(default=None, compare=False)
     target: int | None = None  # of a transcoder: values in such a row
     skips: bool = False  # whether a matrix of its input is added to its output
-    crosses: bool = False  # whether it is a layer of a cross-layer transcoder
+    # Of a layer of a cross-layer transcoder: the first layer that its stored decoder writes to; and
+    # the layers whose errors need that decoder, ascending.
+    writes_from: int | None = field(default=None, compare=False)
+    across: tuple[int, ...] = ()
     sides: int = 1  # of a crosscoder: a row is one row of each side, one after another
     centres: bool = False  # whether it subtracts a mean from its input, before scaling it
     # Of a crosscoder with a threshold: what that is compared with is a latent times this much of
@@ -99,16 +103,27 @@ class Sae:
     # Digest of sampled blocks of its tensors, as they were when it was opened.
     sampled: str = field(default="", compare=False)
 
+    @property
+    def crosses(self) -> bool:
+        """Whether it is a layer of a cross-layer transcoder."""
+        return self.writes_from is not None
+
+    @property
+    def outputs(self) -> int:
+        """Values that its decoder makes of a row's latents: a row for each layer it writes to."""
+        return (self.target or self.width) * max(1, len(self.across))
+
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """The tensors to read, and the shape of each."""
         sizes = {"w": self.width, "l": self.latents, "o": self.target or self.width}
+        sizes["a"] = self.outputs
         axes = dict(_TENSORS[self.architecture])
         if self.threshold is not None:
             del axes["threshold"]
         if self.subtracts or self.decodes:
             axes["b_dec"] = "o"
         if self.rescales or self.weighted or self.decodes or self.norms is not None:
-            axes["W_dec"] = "lo"
+            axes["W_dec"] = "la"
         if self.centres:
             axes["mean"] = "w"
         if self.skips and self.decodes:
@@ -156,7 +171,7 @@ class SparseEncoder:
     sae: Sae
     kept: int
     dense: bool = False  # whether all are stored, in the order of their ids
-    error_of: str | None = None
+    error_of: str | None = None  # (of the tap's own layer)
 
     @classmethod
     def of(

@@ -8,7 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -73,6 +73,8 @@ def check_tensors(sae: Sae) -> None:
                     )
                 stored = () if place.repeated else shape[::-1] if place.turned else shape
                 stored = place.shape or stored
+                if place.picked:
+                    stored = _with_picked(tensor.shape, shape, place)
                 if tensor.shape != stored:
                     faults.append(
                         f"{place.name} has shape {list(tensor.shape)}, expected {list(stored)}"
@@ -82,9 +84,24 @@ def check_tensors(sae: Sae) -> None:
                          f"{sae.width} to {sae.latents}: {'; '.join(faults)}")  # fmt: skip
 
 
+def _with_picked(
+    found: tuple[int, ...], used: tuple[int, ...], place: StoredTensor
+) -> tuple[int, ...]:
+    """Return the shape of a stored tensor of which only some places of its second axis are used."""
+    latents, values = used
+    least = max(place.picked) + 1
+    most = max(least, found[1]) if len(found) == 3 else least
+    return (latents, most, values // len(place.picked))
+
+
 def sampled_files(sae: Sae) -> str:
-    """Return the digest of sampled blocks of an encoder's files."""
-    return "+".join(sampled_digest(file) for file, _ in sae.by_file())
+    """Return the digest of sampled blocks of an encoder's files.
+
+    (The decoder of a cross-layer transcoder may lie in a file of its own. That is not sampled, so
+    that the encoder is the same with and without it; its hash is compared when it is loaded.)
+    """
+    own = replace(sae, across=(), decodes=False) if sae.across else sae
+    return "+".join(sampled_digest(file) for file, _ in own.by_file())
 
 
 def load_arrays(sae: Sae) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -101,7 +118,8 @@ def load_arrays(sae: Sae) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         with _tensors(file, sae.directory) as found:
             for name, place in places.items():
                 # (A copy: what was hashed is what is used, even if the file is written to later.)
-                stored = np.array(found[place.name].read(), order="C")
+                read = found[place.name].read()
+                stored = np.array(read[:, place.picked] if place.picked else read, order="C")
                 digests[name] = xxhash.xxh3_128_hexdigest(as_bytes(stored))
                 arrays[name] = _as_used(stored, place, shapes[name])
     if sampled_files(sae) != sae.sampled:
@@ -134,6 +152,8 @@ def _of_unscaled(threshold: np.ndarray, decoder: np.ndarray, sae: Sae) -> np.nda
 def _as_used(stored: np.ndarray, place: StoredTensor, shape: tuple[int, ...]) -> np.ndarray:
     """Return the values that the arithmetic uses, in C order."""
     wide = np.asarray(stored, np.float32)
+    if place.picked:
+        return wide.reshape(shape)
     if place.logarithm:
         wide = np.exp(wide)
     if place.shape:
