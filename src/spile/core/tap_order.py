@@ -38,8 +38,7 @@ _NAME = re.compile(
     r"(\w+?)(_grad|_attr|_edge)?(_latents|_latent_ids|_error)?(?:\.(\d{1,9})((?:\.h\d{1,9})*))?"
 )
 EDGES = "_edge"
-EDGES = "_edge"
-_OF_A_SITE = (None, "_grad", "_attr", "_edge")
+_OF_A_SITE = (None, "_grad", "_attr", EDGES)
 _STORED = (None, "_latents", "_latent_ids", "_error")
 
 
