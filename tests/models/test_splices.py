@@ -19,7 +19,7 @@ def test_a_change_keeps_the_shape_and_the_dtype_of_values() -> None:
     arrays = {"basis": orthonormal(RNG.standard_normal((1, 16)))}
     splice = Splice(kind="ablate", tap=Tap("z", 1), identity="", arrays=arrays)
     values = RNG.standard_normal((5, 4, 4)).astype(np.float32)
-    changed = splice.apply(splice.load()[0], values)
+    changed = splice.apply(splice.load()[0], values, None)
     assert changed.shape == values.shape and changed.dtype == values.dtype
     assert np.abs(changed.reshape(5, 16) @ arrays["basis"][0]).max() < 1e-6
     assert splice.flops == 4 * 16 and splice.values == 16

@@ -116,7 +116,7 @@ window.fetch = async (url, ...rest) => {
   const response = await fetched(url, ...rest);
   if (!url.startsWith('/api/documents')) return response;
   const body = await response.json();
-  window.held = true;
+  document.documentElement.dataset.held = 'yes';
   await released;
   return { ok: true, json: async () => body };
 };
@@ -130,7 +130,7 @@ def test_a_list_that_comes_late_does_not_lead_back(
     page = seen.page
     page.add_init_script(LATE_DOCUMENTS)
     seen.open(server.url)
-    page.wait_for_function("window.held")
+    page.locator("html[data-held]").wait_for(state="attached")
     if when == "afterwards":
         page.evaluate("location.hash = 'layers'")
         expect(page).to_have_title("Layers · Spile")
