@@ -440,7 +440,7 @@ def test_every_parameter_is_random_and_activations_stay_of_order_one(name: str) 
 
 
 def test_products_of_bfloat16_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a processor without them: torch's own way takes ten times as long."""
+    """On a processor without them: torch's own way takes several times as long."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     model, ids = randomised(FAMILIES["gpt2"]).bfloat16(), case("gpt2").ids
     multiplied = set()

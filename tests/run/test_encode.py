@@ -125,6 +125,29 @@ def test_a_killed_call_continues_and_makes_the_same(
         np.testing.assert_array_equal(one.read(tap, 0, 10), other.read(tap, 0, 10))
 
 
+def test_datasets_that_grew_need_another_place(tmp_path: Path) -> None:
+    """All documents of both generations are encoded there."""
+    rows, name = wanted("crosscoder_batchtopk")["rows"], "crosscoder_batchtopk"
+    sides = {"base": rows[:, :16], "chat": rows[:, 16:]}
+    other = {"base": {}, "chat": {"model": {"config": "beef", "weights": "cafe"}}}
+    for side, own in sides.items():
+        built(tmp_path / "grown" / side, own, grown=(2,), **other[side])
+        shutil.copytree(
+            tmp_path / "grown" / side, tmp_path / side, ignore=lambda *_: ["generations"]
+        )
+        (tmp_path / side / "done/000000/00000002.json").unlink()
+    before = [str(tmp_path / side) for side in sides]
+    grown = [str(tmp_path / "grown" / side) for side in sides]
+    dest = LocalObjects(tmp_path / "made")
+    assert encode(before, dest, request(name)).rows == 9
+    with pytest.raises(ConfigError, match="holds another dataset, .*; choose an empty place"):
+        encode(grown, dest, request(name))
+    made = encode(grown, LocalObjects(tmp_path / "all"), request(name))
+    assert (made.rows, made.units) == (10, 3)
+    found = spile.open(tmp_path / "all").latents(TAP, 0, 10).dense()
+    np.testing.assert_allclose(found, wanted(name)["latents"], atol=1e-5)
+
+
 def test_damage_in_a_source_is_noticed(pair: tuple[str, str], tmp_path: Path) -> None:
     (shard, *_) = sorted((tmp_path / "base").rglob("*resid_post*safetensors"))
     data = bytearray(shard.read_bytes())

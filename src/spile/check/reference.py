@@ -494,7 +494,7 @@ class _InFloat64(TorchDispatchMode):
 class _RoundedProducts(TorchDispatchMode):
     """Multiply matrices of bfloat16 in float32 and round the results.
 
-    So do processors that multiply bfloat16. On others torch takes ten times as long.
+    So do processors that multiply bfloat16. On others torch takes several times as long.
     """
 
     def __torch_dispatch__(

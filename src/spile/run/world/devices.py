@@ -34,6 +34,7 @@ _XLA_FLAGS = ("--xla_gpu_enable_triton_gemm=false",)
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _SET_BY_USERS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 _KEPT = 1 << 30  # bytes of the largest buffers that are kept
+_MOST_OF_SOME = 32 << 20  # that some versions of glibc take as a threshold (mallopt(3))
 
 
 def prepared_device() -> Any:
@@ -66,8 +67,9 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name in os.environ for name in _SET_BY_USERS):
         return
-    mallopt(_TRIM_THRESHOLD, _KEPT)
-    mallopt(_MMAP_THRESHOLD, _KEPT)
+    # Setting one threshold ends glibc's own adjusting of both: set the other only if this one is.
+    if mallopt(_MMAP_THRESHOLD, _KEPT) or mallopt(_MMAP_THRESHOLD, _MOST_OF_SOME):
+        mallopt(_TRIM_THRESHOLD, _KEPT)
 
 
 def _host_gigabytes() -> int:
