@@ -11,12 +11,15 @@ import sys
 import termios
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 import spile
 from chaos.harness import Work
 from spile.metrics import Counters
+from spile.plan.estimate import Estimate
 from spile.run.pipeline import display
 from spile.run.pipeline.display import ProgressLine
 from support import tiny, zygote
@@ -222,8 +225,30 @@ def test_a_script_is_told_on_standard_error_unless_it_declines(
     recipe = spile.Recipe(model=str(model), corpus=str(corpus), taps=["embed"])
     spile.extract(recipe, str(tmp_path / "out"))
     told = capsys.readouterr().err.splitlines()
-    assert told[0].startswith("spile: reading the model and the corpus  0:0")
-    assert any(line.startswith("spile: loading and compiling  0:0") for line in told)
-    assert all(line.startswith("spile: ") for line in told)
+    assert told and all(line.startswith("spile: ") for line in told)
     spile.extract(recipe, str(tmp_path / "again"), progress=False)
     assert "spile: " not in capsys.readouterr().err
+
+
+def test_a_line_says_what_a_run_does_before_its_first_tokens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(display, "_SILENT_SECONDS", 0.01)
+    told = ""
+
+    def wait_for(line: str) -> None:
+        nonlocal told
+        limit = time.monotonic() + 60
+        while f"spile: {line}" not in told:
+            assert time.monotonic() < limit, told
+            time.sleep(0.001)
+            told += capsys.readouterr().err
+
+    counters = Counters()
+    cost = SimpleNamespace(remaining_tokens=1000)
+    with display.progress(counters, quiet=False) as on_start:
+        wait_for("reading the model and the corpus  0:0")
+        on_start(None, cast(Estimate, cost))
+        wait_for("loading and compiling  0:0")
+        counters.add(tokens=500)
+        wait_for(" 50%  ")
