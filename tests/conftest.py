@@ -16,7 +16,7 @@ import pytest
 
 from spile.core.errors import naming_flags
 from spile.core.tensors import write_tensors
-from support import quick, tiny, zygote
+from support import collecting, quick, tiny, zygote
 
 gc.disable()  # until all tests are imported: little garbage is made until then
 # Threads that do little each would mostly wait for one another: a thread keeps Python for 5 ms.
@@ -36,8 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("suite")
         # Compiling well would be a good part of the suite's time; `make chaos` runs what users run.
         os.environ.setdefault("XLA_FLAGS", quick.FLAGS)
+        # Threads of torch and numpy that wait for others are busy meanwhile, and models are tiny.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes start
+    sys.dont_write_bytecode = False
     _compile_once(config)
+    collecting.begin_apart(config)
     zygote.environment = tiny.environment()
 
 
@@ -58,7 +62,9 @@ def _compile_once(config: pytest.Config) -> None:
         os.environ[name.upper()] = str(value)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    collecting.sort(items)
     if config.getoption("--chaos-full"):
         for item in items:
             if item.get_closest_marker("varied"):
@@ -86,6 +92,13 @@ def pytest_collection_finish() -> None:
 def _programs(pytestconfig: pytest.Config) -> Iterator[None]:
     """Most tests extract what others have extracted already."""
     with nullcontext() if pytestconfig.getoption("--chaos-full") else quick.shared_programs():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _syncs(pytestconfig: pytest.Config) -> Iterator[None]:
+    """No test looks at the disk after a power cut, except in processes of its own, which sync."""
+    with nullcontext() if pytestconfig.getoption("--chaos-full") else quick.unsynced():
         yield
 
 

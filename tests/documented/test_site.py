@@ -19,38 +19,57 @@ from support import tiny
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as `make docs` does, from a copy."""
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the pages, with the reference as `make docs` writes it."""
     folder = tmp_path_factory.mktemp("site")
     shutil.copy(ROOT / "mkdocs.yml", folder)
     shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("reference"))
-    lines = re.findall(r"^\t\$\(BIN\)/(.*)$", _recipe("docs"), re.MULTILINE)
-    assert len(lines) == 2
-    for line in lines:
-        program, *words = line.replace("scripts/", f"{ROOT}/scripts/").split()
-        result = subprocess.run(
-            [Path(sys.executable).with_name(program), *words],
-            cwd=folder, env=tiny.environment(), capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert result.returncode == 0, result.stdout + result.stderr
+    _run(_recipe("docs")[0], folder)
     return folder
 
 
-def _recipe(target: str) -> str:
-    return (ROOT / "Makefile").read_text().split(f"\n{target}:")[1].split("\n\n")[0] + "\n"
+@pytest.fixture(scope="module")
+def site(written: Path) -> Path:
+    """The same folder with the site, as `make docs` builds it."""
+    _run(_recipe("docs")[1], written)
+    return written
 
 
-def test_every_page_is_in_the_navigation_and_is_built(site: Path) -> None:
-    named = re.findall(r": ([\w/-]+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    written = {str(page.relative_to(site / "docs"))[:-3] for page in (site / "docs").rglob("*.md")}
-    assert {*named} == written
-    for page in named:
+def _recipe(target: str) -> list[str]:
+    """Return the two commands of a target of the Makefile."""
+    text = (ROOT / "Makefile").read_text().split(f"\n{target}:")[1].split("\n\n")[0] + "\n"
+    lines = re.findall(r"^\t\$\(BIN\)/(.*)$", text, re.MULTILINE)
+    assert len(lines) == 2
+    return lines
+
+
+def _run(line: str, folder: Path) -> None:
+    program, *words = line.replace("scripts/", f"{ROOT}/scripts/").split()
+    result = subprocess.run(
+        [Path(sys.executable).with_name(program), *words],
+        cwd=folder, env=tiny.environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def _named() -> list[str]:
+    return re.findall(r": ([\w/-]+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+
+
+def test_every_page_is_in_the_navigation(written: Path) -> None:
+    pages = (written / "docs").rglob("*.md")
+    assert {*_named()} == {str(page.relative_to(written / "docs"))[:-3] for page in pages}
+
+
+@pytest.mark.full
+def test_every_page_is_built(site: Path) -> None:
+    for page in _named():
         assert (site / "site" / f"{page}.html").stat().st_size > 1000
     assert yaml.safe_load((ROOT / "mkdocs.yml").read_text())["site_dir"] == "site"
 
 
-def test_the_reference_has_every_verb_and_flag(site: Path) -> None:
-    page = (site / "docs/reference/cli.md").read_text()
+def test_the_reference_has_every_verb_and_flag(written: Path) -> None:
+    page = (written / "docs/reference/cli.md").read_text()
 
     def check(parser: argparse.ArgumentParser, name: str) -> None:
         section = page.split(f"`{name}`\n" if name != "spile" else "# Command line\n")[1]
@@ -64,16 +83,16 @@ def test_the_reference_has_every_verb_and_flag(site: Path) -> None:
     check(cli.make_parser(), "spile")  # pyright: ignore[reportPrivateUsage]
 
 
-def test_the_reference_has_every_public_name(site: Path) -> None:
-    page = (site / "docs/reference/python.md").read_text()
+def test_the_reference_has_every_public_name(written: Path) -> None:
+    page = (written / "docs/reference/python.md").read_text()
     for name in spile.__all__:
         assert name.startswith("__") or f"## `spile.{name}`" in page
     for method in (name for name in vars(spile.Dataset) if not name.startswith("_")):
         assert re.search(rf"^{method}\(|\*\*`{method}`\*\*", page, re.MULTILINE), method
 
 
-def test_the_reference_has_every_module(site: Path) -> None:
-    page = (site / "docs/reference/modules.md").read_text()
+def test_the_reference_has_every_module(written: Path) -> None:
+    page = (written / "docs/reference/modules.md").read_text()
     for path in (ROOT / "src" / "spile").rglob("*.py"):
         name = path.relative_to(ROOT / "src" / "spile").as_posix()
         if "/" in name and path.name != "__init__.py":

@@ -19,9 +19,16 @@ import pytest
 from spile.core.errors import ConfigError, NotCreatedError, StoreError
 from spile.objects import LocalObjects, Objects, open_objects
 from spile.objects.local import settle
-from support import tiny
+from support import quick, tiny
 
 MIB = 1 << 20  # a stream makes its bytes durable every 64 of them
+
+
+@pytest.fixture(autouse=True)
+def _synced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests do not wait for the disk."""
+    for name, sync in quick.SYNCS.items():
+        monkeypatch.setattr(os, name, sync)
 
 
 @pytest.fixture

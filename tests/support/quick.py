@@ -13,7 +13,9 @@ import pytest
 OPTIONS: dict[str, int | bool] = {"xla_backend_optimization_level": 0}
 if jax.__version_info__[:2] == (0, 10):  # elsewhere untried, and an unknown flag ends the process
     OPTIONS["xla_cpu_use_fusion_emitters"] = False
+    OPTIONS["xla_cpu_parallel_codegen_split_count"] = 1  # all workers compile at the same time
 FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in OPTIONS.items())
+SYNCS: dict[str, Callable[[int], None]] = {"fsync": os.fsync, "fdatasync": os.fdatasync}
 _programs: dict[Hashable, dict[Hashable, Any]] = {}  # by step's identity
 
 
@@ -47,3 +49,12 @@ def shared_programs() -> Iterator[None]:
         yield
     finally:
         Programs.__init__ = made  # type: ignore[method-assign]
+
+
+@contextmanager
+def unsynced() -> Iterator[None]:
+    """Files that this process writes reach the disk when the system writes them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in SYNCS:
+            patch.setattr(os, name, lambda _descriptor: None)
+        yield

@@ -239,7 +239,7 @@ def test_each_record_is_read_once_and_few_units_are_held(
     monkeypatch.setattr(push, "open_objects", lambda out: source)
 
     def count() -> None:
-        held.append(sum(isinstance(each, push._Unit) for each in gc.get_objects()))
+        held.append(sum(type(each) is push._Unit for each in gc.get_objects()))
 
     hub.before_commit = count
     for _ in range(2):  # the second time, everything is there already

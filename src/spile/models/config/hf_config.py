@@ -75,10 +75,11 @@ def find_family(config: Mapping[str, Any], where: str) -> Family:
     if not isinstance(given, list) or len(given) != 1 or not isinstance(given[0], str):
         raise InputError(f"{where}: 'architectures' must name one model class, got {given!r}")
     for family in FAMILIES:
+        if given[0] not in family.architectures:
+            continue
         inner: Any = config.get(family.nested) if family.nested else config
         keys = cast("Mapping[str, Any]", inner if isinstance(inner, Mapping) else {})
-        fits = all(keys.get(key) in values for key, values in family.when.items())
-        if given[0] in family.architectures and fits:
+        if all(keys.get(key) in values for key, values in family.when.items()):
             return family
     if given[0] in REFUSED:
         raise InputError(f"{where}: {given[0]} is not supported: {REFUSED[given[0]]}")
