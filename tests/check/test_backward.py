@@ -16,11 +16,12 @@ TAPS = ("resid_post.1", "resid_post_grad.1", "z_attr.0.h1")
     [
         ({}, None),
         ({"objective": "logprob"}, None),
-        ({"objective": "logprob", "steps": 4}, "integrated gradients"),
+        ({"objective": "logprob", "steps": 4}, None),
         ({"objective": "loss:assistant"}, None),
         ({"objective": "direction resid_post.3 12"}, None),
         ({"objective": "direction logits 12"}, "along a direction of logits"),
-        ({"objective": "logprob", "splice": ("zero z.1",)}, "with --splice"),
+        ({"objective": "logprob", "splice": ("zero z.1",)}, None),
+        ({"objective": "logprob", "compute_dtype": "float8_e4m3"}, "in float8_e4m3"),
     ],
 )
 def test_gradients_that_hf_cannot_give_are_left_out_by_name(

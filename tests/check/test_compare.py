@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import spile
-from spile.check import compare, load, reference
+from spile.check import compare, hf_arithmetic, load
 from spile.check.compare import CheckReport, check
 from spile.cli.model import check_text
 from spile.core.config import Recipe
@@ -551,7 +551,7 @@ def test_without_float64_hfs_two_attentions_are_the_measure(
     if case == "too little memory":
         monkeypatch.setattr(load, "_check_memory", refuse)
     else:
-        monkeypatch.setattr(reference._InFloat64, "__torch_dispatch__", refuse)
+        monkeypatch.setattr(hf_arithmetic.InFloat64, "__torch_dispatch__", refuse)
     with forged(dataset) as values:
         named = heads_swapped("q_rot.1")(values) | one_row_of_another_token(values)
         named |= scaled("mlp_in.1", 1.001)(values)

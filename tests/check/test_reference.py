@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma3ForCausalLM
 
-from spile.check.reference import Reference, _mixed_in_float8
+from spile.check.hf_arithmetic import mixed_in_float8
+from spile.check.reference import Reference
 from spile.models.config.hf_config import read_config
 from spile.models.forward.moe import mix
 from spile.models.forward.ops import Float8Weight
@@ -515,7 +516,7 @@ def test_experts_in_float8_are_those_of_the_model_that_stores_rows() -> None:
     given = torch.as_tensor(x), torch.as_tensor(ids), torch.as_tensor(shares, dtype=torch.float32)
     with torch.no_grad():
         exact = experts(*given).numpy()
-        found = _mixed_in_float8(experts.forward, *given).numpy()
+        found = mixed_in_float8(experts.forward, *given).numpy()
     gate, up = np.split(weights["gate_up_proj"], 2, axis=1)
     matrices = {"w_gate": gate, "w_up": up, "w_down": weights["down_proj"]}
     block = {name: Float8Weight.of(jnp.asarray(array)) for name, array in matrices.items()}

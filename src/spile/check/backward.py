@@ -1,16 +1,20 @@
-"""The gradients and attributions that `spile check` cannot recompute, and why. No torch."""
+"""What `spile check` reads to recompute a backward pass, and what it leaves out. No torch."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 
 from spile.core.recipe import ResolvedRecipe
-from spile.core.tap_order import EDGES, of_backward_pass
+from spile.core.tap_order import of_backward_pass
 from spile.dataset import format as fmt
+from spile.models.config.arch import Arch
 from spile.models.objectives import DIRECTION, FUNCTION, LOGIT_DIFF, LOSS, Objective
 from spile.models.sites import SPLICED
-from spile.plan.job import PreparedUnit
+from spile.models.taps import Tap
+from spile.plan.job import ExtractionJob, PreparedUnit
 
 DIRECTION_OF = re.compile(rf"{DIRECTION} (\w+)")
 
@@ -32,15 +36,53 @@ class ContextAim:
     vector: np.ndarray | None = None
 
 
-@dataclass(frozen=True)
-class UnitAims:
-    """What an objective reads of the documents of a unit."""
+@dataclass(frozen=True, kw_only=True)
+class BackwardPass:
+    """How the gradients of one context, and what follows from them, are made.
 
+    Attributes:
+        aim: what the objective reads; None: the log-probability of the next tokens.
+        baseline: what attributions are differences from, by tap: [tokens, ...], or a row.
+        steps: points on the path of integrated gradients.
+        writers: that edges come from, and the model's architecture.
+        encoded: taps whose latents have attributions: they are values beside gradients,
+            [tokens, 2, width].
+    """
+
+    aim: ContextAim | None = None
+    baseline: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+    steps: int | None = None
+    writers: tuple[Tap, ...] = ()
+    arch: Arch | None = None
+    encoded: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class UnitBackward:
+    """How the gradients of a unit's documents are made."""
+
+    job: ExtractionJob
     objective: Objective
     prepared: PreparedUnit
 
-    def of_context(self, doc: int, start: int, stop: int) -> ContextAim:
-        """Return the aim of a context: tokens start..stop of a document."""
+    @classmethod
+    def of(cls, job: ExtractionJob, prepared: PreparedUnit | None) -> Self | None:
+        """Return it for a unit; None if nothing has gradients, or rows were ingested."""
+        return cls(job, job.objective, prepared) if job.objective and prepared else None
+
+    def of_context(self, doc: int, start: int, stop: int) -> BackwardPass:
+        """Return how those of a context are made: tokens start..stop of a document."""
+        job = self.job
+        return BackwardPass(
+            aim=self._aim(doc, start, stop),
+            baseline=job.baseline.of_context(doc, start, stop) if job.baseline else {},
+            steps=job.recipe.steps,
+            writers=job.writers,
+            arch=job.checkpoint.arch,
+            encoded=frozenset(tap for tap in job.encoders if of_backward_pass(tap)),
+        )
+
+    def _aim(self, doc: int, start: int, stop: int) -> ContextAim:
         kind, unit = self.objective.kind, self.prepared
         if kind == LOSS:
             return ContextAim(kind, counts=unit.said[doc][start:stop].astype(np.float32))
@@ -57,13 +99,9 @@ def why_unchecked(recipe: ResolvedRecipe) -> str | None:
     """Return why a recipe's gradients are not recomputed; None if they are."""
     if recipe.objective is None:
         return None
-    if recipe.steps is not None:
-        return "check does not recompute integrated gradients"
     read = DIRECTION_OF.match(recipe.objective)
     if read and read[1] not in SPLICED:
         return f"check does not recompute gradients along a direction of {fmt.shown(read[1])}"
-    if recipe.splice:
-        return "check does not recompute gradients of a model with --splice"
     if recipe.compute_dtype not in ("float32", "bfloat16"):
         return f"check does not recompute gradients in {recipe.compute_dtype}"
     return None
@@ -74,14 +112,9 @@ def checkable(recipe: ResolvedRecipe) -> tuple[tuple[str, ...], str | None]:
     if (recipe.objective or "").startswith(FUNCTION):
         told = ", ".join(recipe.taps)
         return (), f"check runs no function of your own, and {told} were made with one"
-    why, left_out = why_unchecked(recipe), recipe.taps
+    why = why_unchecked(recipe)
     if why is None:
-        why = "check recomputes neither edges nor attributions of latents"
-        edges = (tap for tap in recipe.taps if of_backward_pass(tap) == EDGES)
-        left_out = (*recipe.encode, *edges)
-    backward = {tap for tap in left_out if of_backward_pass(tap)}
-    kept = tuple(tap for tap in recipe.taps if tap not in backward)
-    if kept == recipe.taps:
-        return kept, None
-    left = ", ".join(tap for tap in recipe.taps if tap not in kept)
-    return kept, f"{why}: {left} left out"
+        return recipe.taps, None
+    left_out = [tap for tap in recipe.taps if of_backward_pass(tap)]
+    kept = tuple(tap for tap in recipe.taps if tap not in left_out)
+    return kept, f"{why}: {', '.join(left_out)} left out"

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from spile.check.backward import UnitAims, checkable
+from spile.check.backward import UnitBackward, checkable
 from spile.check.comparable import comparable, named_in
 from spile.check.disagreement import Disagreement, disagreement_of
 from spile.check.latent_rows import RowLatents, SparseTap
@@ -46,6 +46,7 @@ from spile.core.errors import ConfigError, StoreError
 from spile.core.libraries import import_library
 from spile.core.pool import is_reduced
 from spile.core.recipe import TOPS
+from spile.core.tap_order import of_backward_pass
 from spile.dataset import format as fmt
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.document import Document
@@ -323,8 +324,7 @@ class _Comparison:
 
     def __init__(self, dataset: Dataset, job: ExtractionJob, computed: "References") -> None:
         self._dataset, self._recipe = dataset, job.recipe
-        self._arch, self._baseline = job.checkpoint.arch, job.baseline
-        self._objective = job.objective
+        self._job, self._arch = job, job.checkpoint.arch
         self._experts = self._arch.experts
         # In float32 a single wrong row must show; below it, a single row says nothing.
         self._by_row = job.recipe.compute_dtype == "float32"
@@ -349,7 +349,7 @@ class _Comparison:
         names = [self._name(tap) for tap in self._wanted]
         self._distances: dict[str, dict[str, list[np.ndarray]]] = {name: {} for name in names}
         self._losses = {name: LossCounter(dataset.shape(name)) for name in names}
-        self._samples: list[tuple[Document, np.ndarray]] = []
+        self._samples: list[tuple[Document, SampledRows]] = []
         self.tokens = self.rows = 0
 
     @property
@@ -366,12 +366,10 @@ class _Comparison:
             raise StoreError(
                 f"document {document.index['doc'][0]}: its tokens differ from the corpus's"
             )
-        self._samples = [*self._samples, (document, tokens)][:_MATCHED]
-        packed, aims = prepared and prepared.packed, None
-        if prepared and self._objective:
-            aims = UnitAims(self._objective, prepared)
-        every = sampled_rows(document, tokens, packed, recipe.pool, recipe.seq_len, self._baseline)
-        for sampled in (replace(each, aims=aims) for each in every):
+        packed, backward = prepared and prepared.packed, UnitBackward.of(self._job, prepared)
+        every = sampled_rows(document, tokens, packed, recipe.pool, recipe.seq_len, backward)
+        self._samples = [*self._samples, *((document, each) for each in every[:1])][:_MATCHED]
+        for sampled in every:
             self.add_rows(document, sampled)
             for context in sampled.contexts:
                 self._reconstructions.add(context)
@@ -384,9 +382,9 @@ class _Comparison:
     def _add_rows(self, document: Document, sampled: SampledRows) -> int:
         """Compare some rows of a document; return how many have only one correct value."""
         wanted = self._wanted
-        neighbours = {
-            tap: None if tap in self._errors else _neighbour(tap, self._arch) for tap in wanted
-        }
+        # (What is encoded with gradients is not computed at another layer.)
+        apart = self._errors | {tap for tap in self._sparse if of_backward_pass(tap)}
+        neighbours = {tap: None if tap in apart else _neighbour(tap, self._arch) for tap in wanted}
         experts = self._experts if self._by_row else None
         routers = {"router_logits"} if experts else set[str]()
         logits = {"logits"} if self._half else set[str]()

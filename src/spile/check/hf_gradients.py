@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from spile.check.backward import ContextAim
+from spile.check.hf_hooks import wide
 from spile.check.hf_modules import Point
 from spile.models.objectives import DIRECTION, LOGIT_DIFF, LOGPROB, LOSS
 from spile.models.sites import SPLICED
@@ -53,10 +54,6 @@ def differentiable(points: Iterable[Point]) -> list[Point]:
     """Return the points at which a gradient can be read."""
     sites = {*SPLICED} - {*_NOT_AS_THEY_ARE}
     return [point for point in points if point.name.partition(".")[0] in sites]
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def gradients(
@@ -116,7 +113,7 @@ def gradients(
         values = [p.take(own) * p.scale for p, own in seen.items() if p.name == read][-1:]
         objective(logits, ids, *values).backward()
     return {
-        point.name: (point.take(tensor.grad) / point.scale).detach().cpu().to(_wide(tensor)).numpy()
+        point.name: (point.take(tensor.grad) / point.scale).detach().cpu().to(wide(tensor)).numpy()
         for point, tensor in seen.items()
         if tensor.grad is not None
     }

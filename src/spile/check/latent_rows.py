@@ -12,6 +12,7 @@ from spile.dataset.read.dtypes import STORED
 from spile.models.files.encoders.arithmetic import (
     activations,
     active_latents,
+    along_decoder,
     completed,
     latents_of,
     reconstruction,
@@ -19,6 +20,7 @@ from spile.models.files.encoders.arithmetic import (
 from spile.models.files.encoders.sae import Arrays, SparseEncoder
 from spile.models.files.encoders.tensors import load_arrays
 from spile.models.splices import kth_largest
+from spile.models.taps import Tap
 
 _ROWS = 64  # rows for which all latents are held at once
 
@@ -50,11 +52,15 @@ class RowLatents:
 
 
 class SparseTap:
-    """An encoded tap."""
+    """An encoded tap: latents of its rows, or their attributions.
+
+    Rows of attributions are values beside gradients: [rows, 2, width].
+    """
 
     def __init__(self, tap: str, encoder: SparseEncoder) -> None:
         self.name, self._ids = latent_names(tap)
         self._encoder = encoder
+        self._summed = Tap.from_name(tap).kind.summed
         self._arrays: Arrays = load_arrays(encoder.sae)[0]
 
     @property
@@ -63,7 +69,8 @@ class SparseTap:
 
     def encode(self, rows: np.ndarray) -> RowLatents:
         """Encode rows of the reference."""
-        flat = rows.reshape(len(rows), -1).astype(np.float32)
+        flat = rows.astype(np.float32)
+        flat = flat if self._summed else flat.reshape(len(rows), -1)
         parts = [self._encode(flat[i : i + _ROWS]) for i in range(0, len(flat), _ROWS)]
         values, ids = zip(*parts, strict=True)
         return RowLatents(np.concatenate(values), np.concatenate(ids))
@@ -115,15 +122,24 @@ class SparseTap:
 
     def _encode(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         sae = self._encoder.sae
+        if self._summed:
+            return self._largest(self._attributions(rows[:, 0], rows[:, 1]))
         found = activations(sae, self._arrays, rows, np, np.matmul)
         if sae.weighted:
             found = active_latents(sae, self._arrays, found, np, kth_largest)
         return self._largest(found)
 
+    def _attributions(self, rows: np.ndarray, gradients: np.ndarray) -> np.ndarray:
+        """Return each latent times the product of the gradient with what it adds to the row."""
+        sae = self._encoder.sae
+        found = latents_of(sae, self._arrays, rows, np, np.matmul, kth_largest)
+        return found * along_decoder(sae, self._arrays, rows, gradients, np, np.matmul)
+
     def _largest(self, found: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if self._encoder.dense:
             return found, self._all(len(found))
-        ids = np.argsort(-found, axis=1, kind="stable")[:, : self.kept]
+        ranked = np.abs(found) if self._summed else found
+        ids = np.argsort(-ranked, axis=1, kind="stable")[:, : self.kept]
         return np.take_along_axis(found, ids, axis=1), ids
 
     def stored(self, document: Document, rows: np.ndarray) -> RowLatents:

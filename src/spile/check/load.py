@@ -3,7 +3,7 @@
 import importlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,8 +13,6 @@ import numpy as np
 from spile.core.config import activation_dtype
 from spile.core.libraries import import_library
 from spile.core.system import available_memory
-from spile.models.files.encoders.sae import Arrays
-from spile.models.splices import Splice
 from spile.objects.paths import local_copy
 from spile.plan.job import ExtractionJob
 
@@ -141,29 +139,8 @@ def _reference(job: ExtractionJob, dtype: str) -> Any:
     if job.lens:
         rows = importlib.import_module("spile.check.lens_rows")
         lens = rows.LensRows(job.lens, job.checkpoint.arch)
-    return reference.Reference(model.to(device), _changes(job.splices), lens)
-
-
-def _changes(splices: Sequence[Splice]) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-    """The change of each tap that has one, by its name; several changes apply in turn.
-
-    What a transcoder reads has a change that only remembers the values.
-    """
-    by_tap: dict[str, list[tuple[Splice, Arrays]]] = {}
-    for splice in splices:
-        by_tap.setdefault(splice.tap.name, []).append((splice, splice.load()[0]))
-        if splice.reads:
-            by_tap.setdefault(splice.reads.name, [])
-    seen: dict[str, np.ndarray] = {}
-
-    def changed(tap: str, some: list[tuple[Splice, Arrays]], values: np.ndarray) -> np.ndarray:
-        for splice, arrays in some:
-            read = seen[splice.reads.name] if splice.reads else None
-            values = splice.apply(arrays, values, read)
-        seen[tap] = values
-        return values
-
-    return {tap: partial(changed, tap, some) for tap, some in by_tap.items()}
+    splices = importlib.import_module("spile.check.hf_splices").HfSplices(job.splices)
+    return reference.Reference(model.to(device), splices, lens)
 
 
 def versions() -> str:

@@ -6,10 +6,12 @@ and with their own tap at the tokens before and after.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from spile.check.load import Taps
+from spile.check.sampled import SampledRows
 from spile.dataset.read.document import Document
 from spile.dataset.read.dtypes import STORED
 from spile.models.config.arch import Arch
@@ -23,14 +25,14 @@ def match(
     tap: str,
     arch: Arch,
     exact: Taps,
-    samples: Sequence[tuple[Document, np.ndarray]],
+    samples: Sequence[tuple[Document, SampledRows]],
     allowed: float,
 ) -> str | None:
     """Return what a tap's rows are, in words; None if they are nothing else, or nothing known.
 
     Args:
         exact: the reference.
-        samples: documents, and all tokens of each.
+        samples: documents, and rows of the first context of each.
         allowed: the relative distance that rounding explains.
     """
     own = Tap.from_name(tap)
@@ -43,8 +45,8 @@ def match(
         others = (Tap(own.site, layer) for layer in layers)
         alike = [t.name for t in others if t.why_not(arch) is None and t.shape(arch, 1) == shape]
     found: dict[tuple[str, int], list[np.ndarray]] = {}
-    for document, tokens in samples:
-        for name, shift, distances in _distances(document, tokens[:_TOKENS], tap, alike, exact):
+    for document, sampled in samples:
+        for name, shift, distances in _distances(document, sampled, tap, alike, exact):
             found.setdefault((name, shift), []).append(distances)
     medians = {key: float(np.median(np.concatenate(parts))) for key, parts in found.items()}
     best = min(medians, key=lambda key: medians[key], default=(tap, 0))
@@ -62,13 +64,16 @@ def _is_vector(tap: Tap) -> bool:
 
 
 def _distances(
-    document: Document, context: np.ndarray, tap: str, names: Sequence[str], exact: Taps
+    document: Document, sampled: SampledRows, tap: str, names: Sequence[str], exact: Taps
 ) -> Iterator[tuple[str, int, np.ndarray]]:
     """Yield the relative distances of a document's first rows from each tap."""
-    offsets = document.index["offset"].astype(np.int64)
-    rows = np.flatnonzero(offsets < len(context))
+    if not Tap.from_name(tap).kind.of:  # (gradients depend on later tokens, too)
+        sampled = replace(sampled, contexts=[sampled.contexts[0][:_TOKENS]])
+    context = sampled.contexts[0][:_TOKENS]
+    offsets = document.index["offset"].astype(np.int64) - sampled.starts[0]
+    rows = np.flatnonzero((offsets >= 0) & (offsets < len(context)))
     stored = document.read(tap, dtype=STORED)[rows].astype(np.float64).reshape(len(rows), -1)
-    values = exact(context, {*names})
+    values = {name: each[: len(context)] for name, each in sampled.taps(exact, {*names}).items()}
     for name in names:
         if name not in values:
             continue

@@ -2,9 +2,6 @@
 
 It knows the names of modules, but not how a family computes: it uses nothing of what Spile's own
 decoder assumes about an architecture.
-
-In float64 it gives the exact result. A model's code requests float32 in places (norms, softmax,
-rotary angles), whatever the dtype of its weights: all of those are then float64 too.
 """
 
 # Strict, but for values that torch's and transformers' types leave unknown.
@@ -20,44 +17,41 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 
 from spile.check.attended import attended
-from spile.check.backward import ContextAim
+from spile.check.backward import BackwardPass
+from spile.check.hf_arithmetic import (
+    InFloat64,
+    RoundedProducts,
+    float8_modules,
+    float8_product,
+    mixed_in_float8,
+    mixtures,
+)
+from spile.check.hf_backward import HfBackward, is_backward
 from spile.check.hf_gradients import gradients, objective_of
+from spile.check.hf_hooks import TorchChange, as_array, change, record, round_again
 from spile.check.hf_modules import (
     Point,
     block_points,
     convolves,
     embeds_itself,
     find_attention,
-    find_mlp,
     find_part,
-    find_shared_expert,
     find_space,
     token_rows,
 )
+from spile.check.hf_splices import HfSplices
 from spile.check.lens_rows import LensRows
 from spile.check.next_token import next_token
 from spile.core.errors import InputError
-from spile.models.config.specs import FLOAT8_TERMS
-from spile.models.sites import BACKWARD, GRADIENT, SITES
+from spile.models.sites import SITES
 
 _ATTENDED = ("attn_top_keys", "attn_top_weights", "attn_summary")  # from attention weights
-_FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
-_MATRIX_PRODUCTS = (torch.bmm, torch.matmul, Tensor.bmm, Tensor.matmul, Tensor.__matmul__)
-_aten = torch.ops.aten
-_PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
 
 # Functions of a file of transformers that has layers with a convolution, or a recurrent rule.
 _CONVOLUTION, _SPACE_RULE = "causal_conv1d_fn", "mamba2_chunk_scan"
 _DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
-# Projections of a linear layer to a number or two for each head, or to the decay of channels.
-_NARROW = ("in_proj_ba", "in_proj_a", "in_proj_b", "a_proj", "b_proj", "forget_gate")
-
-_Change = Callable[[np.ndarray], np.ndarray]
 
 
 class Reference:
@@ -66,13 +60,11 @@ class Reference:
     def __init__(
         self,
         model: torch.nn.Module,
-        changes: Mapping[str, _Change] | None = None,
+        splices: HfSplices | None = None,
         lens: LensRows | None = None,
     ) -> None:
         """Args:
-        changes: for a tap, a function of its values [tokens, ...]; the model continues with what
-            it returns.
-
+        splices: changes of taps; the model continues with what they return.
         lens: the lens whose predictions are taps, too.
 
         Raises:
@@ -108,10 +100,10 @@ class Reference:
         for i, block in enumerate(blocks):
             self.points += block_points(block, f".{i}", heads)
         self._whole = {point.name: point for point in self.points if point.whole}
-        self._refuse_partial(changes or {})
-        self._changes = [(self._whole[name], change) for name, change in (changes or {}).items()]
-        self._products = [module for block in blocks for module in _products(block)]
-        self._mixtures = [mixture for block in blocks for mixture in _mixtures(block)]
+        self._splices = splices or HfSplices()
+        self._refuse_partial(self._splices.taps)
+        self._products = [module for block in blocks for module in float8_modules(block)]
+        self._mixtures = [mixture for block in blocks for mixture in mixtures(block)]
         # The last rows of projections, not multiplied in 8 bits: steps of a state space.
         spaces = filter(None, map(find_space, blocks))
         self._exact = {id(space.in_proj): space.num_heads for space in spaces}
@@ -146,8 +138,7 @@ class Reference:
         noise: int | None = None,
         tops: Mapping[str, int] | None = None,
         replaced: Mapping[str, np.ndarray] | None = None,
-        baseline: Mapping[str, np.ndarray] | None = None,
-        aim: ContextAim | None = None,
+        backward: BackwardPass | None = None,
     ) -> dict[str, np.ndarray]:
         """Compute the taps of one context, whose first token is at position 0.
 
@@ -160,8 +151,8 @@ class Reference:
             tops: How many values to keep at sites that keep the largest, by the option that says
                 so.
             replaced: Values with which the model continues, in place of its own, by tap.
-            aim: What the objective of gradients reads, if it is not the log-probability.
-            baseline: What attributions are differences from, by tap: [tokens, ...], or a row.
+            backward: How gradients, attributions and edges are made; of the log-probability, with
+                no baseline, if not given.
 
         Returns:
             By tap, one row per token: float32 (float64 if the model is), or int64 for ids.
@@ -190,32 +181,32 @@ class Reference:
         found: dict[str, np.ndarray] = {}
         ids = torch.tensor(token_ids.astype(np.int64), device=self.model.device)
         _forget_longer_contexts(self._rotary)
-        if made := {name for name in sites or () if _is_gradient(name)}:
+        if made := {name for name in sites or () if is_backward(name)}:
             sites = {*(sites or ())} - made
             if replaced or self._float8:
                 how = "with values replaced" if replaced else "of products in 8 bits"
                 raise InputError(f"check cannot recompute gradients {how}")
-            found |= self._backward(token_ids, ids, made, noise, baseline or {}, aim)
+            found |= self._backward(token_ids, made, noise, backward or BackwardPass())
             if not sites:
                 return found
         with ExitStack() as hooks, torch.no_grad(), self._arithmetic():
             for module in self._products if self._float8 else ():
-                module.forward = partial(_float8_product, module, self._exact.get(id(module), 0))
+                module.forward = partial(float8_product, module, self._exact.get(id(module), 0))
                 hooks.callback(delattr, module, "forward")
             for module in self._mixtures if self._float8 else ():
-                module.forward = partial(_mixed_in_float8, module.forward)
+                module.forward = partial(mixed_in_float8, module.forward)
                 hooks.callback(delattr, module, "forward")
             if self._float8 and self._experts is not None:  # grouped products hide their factors
                 self.model.set_experts_implementation("eager")
                 hooks.callback(self.model.set_experts_implementation, self._experts)
-            for point, change in (*self._changes, *self._replacing(replaced or {})):
-                hooks.callback(_change(point, change).remove)
+            for point, function in (*self._changes(), *self._replacing(replaced or {})):
+                hooks.callback(change(point, function).remove)
             for point in self.points:  # (these hooks run after those of the changes)
                 if wanted(point.name) or looked(point.name) or point.name in lensed:
-                    hooks.callback(_record(point, found).remove)
+                    hooks.callback(record(point, found).remove)
             if noise is not None:
                 first = find_part(self._body, "blocks")[0]
-                hooks.callback(_round_again(first, noise).remove)
+                hooks.callback(round_again(first, noise).remove)
             if self._rotary is not None or hasattr(self._modules[0], "rotary_dim"):
                 hooks.enter_context(self._watched_attention(wanted, found))
             if hasattr(self._modeling, _CONVOLUTION):
@@ -225,12 +216,12 @@ class Reference:
                 read = {"logits": logits}
                 if any(wanted(site.name) for site in SITES.values() if site.head and site.dtype):
                     read |= next_token(logits, ids, sized)
-                found |= {name: _array(value) for name, value in read.items() if wanted(name)}
+                found |= {name: as_array(value) for name, value in read.items() if wanted(name)}
             else:
                 self._body(input_ids=ids[None], use_cache=False)
             for name in lensed:
                 told = self._read_by_lens(int(name.partition(".")[2]), found[name], sized)
-                found |= {n: _array(value) for n, value in told.items() if wanted(n)}
+                found |= {n: as_array(value) for n, value in told.items() if wanted(n)}
                 if not wanted(name):
                     del found[name]
         for name in filter(looked, [*found]):
@@ -242,67 +233,75 @@ class Reference:
                 del found[name]
         return found
 
-    def _refuse_partial(self, changed: Mapping[str, Any]) -> None:
+    def _refuse_partial(self, changed: Collection[str]) -> None:
         if missing := {*changed} - self._whole.keys():
             raise InputError(
                 f"check cannot recompute a change at {min(missing)}: no module of "
                 f"{type(self.model).__name__} takes or returns just that"
             )
 
-    def _replacing(self, replaced: Mapping[str, np.ndarray]) -> list[tuple[Point, _Change]]:
+    def _changes(
+        self, paths: Mapping[str, TorchChange] | None = None
+    ) -> list[tuple[Point, TorchChange]]:
+        """Return the changes of the model, and one more at each place of a path, after others."""
+        paths = paths or {}
+        self._refuse_partial(paths)
+        taps = dict.fromkeys((*self._splices.taps, *paths))
+        return [(self._whole[tap], self._splices.change(tap, paths.get(tap))) for tap in taps]
+
+    def _replacing(self, replaced: Mapping[str, np.ndarray]) -> list[tuple[Point, TorchChange]]:
         self._refuse_partial(replaced)
 
-        def instead(new: np.ndarray) -> _Change:
-            return lambda old: new.reshape(old.shape).astype(old.dtype)
+        def instead(new: np.ndarray) -> TorchChange:
+            return lambda old: torch.from_numpy(new).to(old).reshape(old.shape)
 
         return [(self._whole[name], instead(new)) for name, new in replaced.items()]
 
     def _backward(
-        self,
-        token_ids: np.ndarray,
-        ids: Tensor,
-        names: Collection[str],
-        noise: int | None,
-        baseline: Mapping[str, np.ndarray],
-        aim: ContextAim | None,
+        self, token_ids: np.ndarray, names: Collection[str], noise: int | None, made: BackwardPass
     ) -> dict[str, np.ndarray]:
-        """Compute gradients, and attributions: gradients times values, summed."""
-        summed = {name for name in names if BACKWARD[name.partition(".")[0]].summed}
-        sources = {name: _source_of(name) for name in summed}
-        wanted = {*names} - summed | {_gradient_of(source) for source in sources.values()}
-        found = self._gradients(ids, wanted, noise, aim)
-        values = self.taps(token_ids, {*sources.values()}, noise=noise) if summed else {}
-        for name, source in sources.items():
-            compared = values[source] - baseline.get(source, 0.0)
-            found[name] = (compared * found[_gradient_of(source)]).sum(axis=-1)
-        return {name: found[name] for name in names}
+        """Compute gradients, attributions and edges, by their taps."""
+        ids = torch.tensor(token_ids.astype(np.int64), device=self.model.device)
 
-    def _gradients(
-        self, ids: Tensor, names: Collection[str], noise: int | None, aim: ContextAim | None
+        def of_sites(
+            sources: Collection[str], paths: Mapping[str, TorchChange] | None = None
+        ) -> dict[str, np.ndarray]:
+            with ExitStack() as hooks, self._arithmetic():
+                if noise is not None:
+                    first = find_part(self._body, "blocks")[0]
+                    hooks.callback(round_again(first, noise).remove)
+                for point, function in self._changes(paths):
+                    hooks.callback(change(point, function).remove)
+                read = made.aim.tap if made.aim else None
+                found = gradients(self.model, self.points, ids, objective_of(made.aim), read)
+            return self._known(sources, found)
+
+        def values(sources: Collection[str]) -> dict[str, np.ndarray]:
+            return self.taps(token_ids, sources, noise=noise)
+
+        return HfBackward(of_sites, values, self._projection, made).taps(names)
+
+    def _projection(self, tap: str) -> np.ndarray:
+        """Return the matrix through which heads are added to the stream: [width, values]."""
+        module = self._whole[tap].module
+        weight = module.weight if isinstance(module, torch.nn.Linear) else module.weight.T  # Conv1D
+        return as_array(weight) * self._whole[tap.replace("z", "attn_out", 1)].scale
+
+    def _known(
+        self, sources: Collection[str], found: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """Compute gradients of an objective, by their taps."""
-        if self._changes:
-            raise InputError("check cannot recompute gradients of a model with --splice")
-        with ExitStack() as hooks, self._arithmetic():
-            if noise is not None:
-                first = find_part(self._body, "blocks")[0]
-                hooks.callback(_round_again(first, noise).remove)
-            found = gradients(
-                self.model, self.points, ids, objective_of(aim), aim.tap if aim else None
-            )
-        wide = np.float64 if self.model.dtype == torch.float64 else np.float32
-        named = {_gradient_of(name): values.astype(wide) for name, values in found.items()}
-        if missing := {*names} - named.keys():
-            if _source_of(min(missing)) in {point.name for point in self.points}:
-                raise InputError(
-                    f"check cannot recompute {min(missing)}: in {type(self.model).__name__} the "
-                    "objective does not depend on those values, or they come before an activation"
+        """Return the gradients of some taps, in float32 or wider; raise if one is missing."""
+        if missing := {*sources} - found.keys():
+            name = min(missing)
+            why = f"no module of {type(self.model).__name__} takes or returns just those values"
+            if name in {point.name for point in self.points}:
+                why = (
+                    f"in {type(self.model).__name__} the objective does not depend on those "
+                    "values, or they come before an activation"
                 )
-            raise InputError(
-                f"check cannot recompute {min(missing)}: no module of {type(self.model).__name__} "
-                "takes or returns just those values"
-            )
-        return {name: named[name] for name in names}
+            raise InputError(f"check cannot recompute the gradient at {name}: {why}")
+        wide = np.float64 if self.model.dtype == torch.float64 else np.float32
+        return {name: found[name].astype(wide) for name in sources}
 
     def _read_by_lens(
         self, layer: int, stream: np.ndarray, sized: Mapping[str, int]
@@ -315,10 +314,10 @@ class Reference:
 
     def _arithmetic(self) -> AbstractContextManager[Any]:
         if self.model.dtype == torch.float64:
-            return _InFloat64()
+            return InFloat64()
         rounds = self.model.dtype == torch.bfloat16 and self.model.device.type == "cpu"
         native = not rounds or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return nullcontext() if native else _RoundedProducts()
+        return nullcontext() if native else RoundedProducts()
 
     def _adapt(self) -> None:
         """Adapt experts and rotary frequencies, which do not follow the model's dtype."""
@@ -356,7 +355,7 @@ class Reference:
             borrowed = getattr(module, "is_kv_shared_layer", False)  # they are an earlier layer's
             for site, value in (("q_rot", query), ("k_rot", key))[: 1 if borrowed else 2]:
                 if layer is not None and wanted(f"{site}.{layer}"):
-                    found[f"{site}.{layer}"] = _array(value[0].transpose(0, 1))
+                    found[f"{site}.{layer}"] = as_array(value[0].transpose(0, 1))
             return original(module, query, key, *rest, **options)
 
         def put(function: Any) -> None:
@@ -386,7 +385,7 @@ class Reference:
             shared = key.shape[1] // getattr(self._modules[layer], "num_kv_heads", key.shape[1])
             for site, value in (("q_rot", query), ("k_rot", key[:, ::shared])):
                 if wanted(f"{site}.{layer}"):
-                    found[f"{site}.{layer}"] = _array(value[0].transpose(0, 1))
+                    found[f"{site}.{layer}"] = as_array(value[0].transpose(0, 1))
 
         with ExitStack() as changes:
             if hasattr(self._modules[0], "_attn"):
@@ -449,7 +448,7 @@ class Reference:
 
         def keep(name: str, value: Callable[[], Tensor]) -> None:
             if wanted(name):
-                found[name] = _array(value())
+                found[name] = as_array(value())
 
         def watched(function: Any, watch: Any) -> Any:
             layers = iter(self._convolved)
@@ -476,192 +475,6 @@ def _state_norms(rule: Any, given: tuple[Any, ...], options: dict[str, Any]) -> 
         _, others["initial_state"] = rule(*(value[:, one] for value in given), **now, **others)
         norms.append(others["initial_state"][0].flatten(1).norm(dim=-1))
     return torch.stack(norms)
-
-
-class _InFloat64(TorchDispatchMode):
-    """Give float64 to any code that requests float32 from torch."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        def wide(value: Any) -> Any:
-            return torch.float64 if value is torch.float32 else value
-
-        given = {name: wide(value) for name, value in (kwargs or {}).items()}
-        return func(*map(wide, args), **given)
-
-
-class _RoundedProducts(TorchDispatchMode):
-    """Multiply matrices of bfloat16 in float32 and round the results.
-
-    So do processors that multiply bfloat16. On others torch takes several times as long.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func not in _PRODUCTS or args[-1].dtype != torch.bfloat16:
-            return func(*args, **(kwargs or {}))
-        return func(*(each.float() for each in args), **(kwargs or {})).bfloat16()
-
-
-def _products(block: Any) -> list[Any]:
-    """The modules of a block that multiply by a matrix, without experts and their router."""
-    mlp = find_mlp(block)
-    parts = [find_attention(block), find_space(block)]
-    parts.append(find_shared_expert(block) if hasattr(mlp, "experts") else mlp)
-    named = (getattr(parts[0], name, None) for name in _NARROW)
-    narrow = {each for part in named if part is not None for each in part.modules()}
-    found: dict[int, Any] = {}
-    for module in (module for part in parts if part is not None for module in part.modules()):
-        linear = isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
-        if linear and module not in narrow:
-            found[id(module)] = module
-    return list(found.values())
-
-
-def _mixtures(block: Any) -> list[Any]:
-    """The modules of a block's experts: one at most."""
-    named = (getattr(each, "experts", None) for each in (find_mlp(block), block))
-    return list(filter(None, named))[:1]
-
-
-def _mixed_in_float8(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    with _Float8Products():
-        return forward(*args, **named)
-
-
-class _Float8Products(TorchFunctionMode):
-    """Rounds the factors of matrix products to float8, by token and by channel.
-
-    Products that Spile does not multiply in float8 keep their factors.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        named: dict[str, Any] = kwargs or {}
-        if func is torch.nn.functional.linear:
-            x, weight, *bias = args
-            bias = bias[0] if bias else named.get("bias")
-        elif func in _MATRIX_PRODUCTS:
-            x, weight, bias = args[0], args[1].mT, None
-        else:
-            return func(*args, **named)
-        if weight.shape[-1] % FLOAT8_TERMS:
-            return func(*args, **named)
-        y = _rounded_product(x, weight)
-        return y if bias is None else y + bias
-
-
-def _float8_product(module: Any, exact: int, x: Tensor) -> Tensor:
-    """The output of a module whose factors are rounded to float8, by token and by channel.
-
-    Args:
-        exact: number of the last channels that are not rounded.
-    """
-    weight = module.weight if isinstance(module, torch.nn.Linear) else module.weight.T  # Conv1D
-    y = _rounded_product(x, weight)
-    if exact:
-        y[..., -exact:] = x @ weight[-exact:].T
-    return y if module.bias is None else y + module.bias
-
-
-def _rounded_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply [..., in] by [..., out, in], both rounded to float8."""
-    (values, by_token), (w, by_channel) = _scaled_to_float8(x), _scaled_to_float8(weight)
-    return (values @ w.mT * by_token * by_channel.mT).to(x.dtype)
-
-
-def _scaled_to_float8(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Values as float8 holds them, in float32, and the scale of each row."""
-    wide = values.float()
-    largest = wide.abs().amax(-1, keepdim=True)
-    scale = torch.where(largest > 0, largest / _FLOAT8_MAX, 1.0)
-    return (wide / scale).to(torch.float8_e4m3fn).float(), scale
-
-
-def _is_gradient(name: str) -> bool:
-    return name.partition(".")[0] in BACKWARD
-
-
-def _source_of(name: str) -> str:
-    """The name of the tap whose gradient or attribution this is."""
-    site, dot, layer = name.partition(".")
-    return f"{BACKWARD[site].of}{dot}{layer}"
-
-
-def _gradient_of(name: str) -> str:
-    """The name of a tap's gradient."""
-    site, dot, layer = name.partition(".")
-    return f"{site}{GRADIENT}{dot}{layer}"
-
-
-def _array(value: Tensor) -> np.ndarray:
-    # a copy: the model may write into the same memory later
-    wide = torch.float64 if value.dtype == torch.float64 else torch.float32
-    dtype = wide if value.is_floating_point() else torch.int64
-    return value.detach().to("cpu", dtype, copy=True).contiguous().numpy()
-
-
-def _record(point: Point, found: dict[str, np.ndarray]) -> RemovableHandle:
-    """Record a tap in `found` from now on."""
-
-    def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        given = args[point.item or 0] if args else named["hidden_states"]
-        found[point.name] = _taken(point, given)
-
-    def after(module: Any, args: tuple[Any, ...], output: Any) -> None:
-        value: Any = output
-        if point.item is not None and isinstance(output, tuple):
-            value = output[point.item]
-        found[point.name] = _taken(point, value)
-
-    return _hook(point, before, after)
-
-
-def _hook(point: Point, before: Any, after: Any) -> RemovableHandle:
-    if point.side == "in":
-        return point.module.register_forward_pre_hook(before, with_kwargs=True)
-    return point.module.register_forward_hook(after)
-
-
-def _taken(point: Point, value: Any) -> np.ndarray:
-    taken = point.take(value)
-    return _array(taken if point.scale == 1.0 else taken * point.scale)
-
-
-def _change(point: Point, change: _Change) -> RemovableHandle:
-    """Let the model continue with other values at a point from now on."""
-
-    def new(value: Tensor) -> Tensor:
-        made = torch.from_numpy(change(_taken(point, value))) / point.scale
-        return made.to(value).reshape(value.shape)
-
-    def after(module: Any, args: tuple[Any, ...], output: Any) -> Any:
-        return (new(output[0]), *output[1:]) if isinstance(output, tuple) else new(output)
-
-    return _hook(point, partial(_with_input, new), after)
-
-
-def _with_input(
-    new: Callable[[Tensor], Tensor], module: Any, args: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A hook that changes the input of a module."""
-    if args:
-        return (new(args[0]), *args[1:]), named
-    return args, named | {"hidden_states": new(named["hidden_states"])}
-
-
-def _round_again(block: Any, seed: int) -> RemovableHandle:
-    """Perturb a block's input at random, by up to one machine epsilon of each value."""
-
-    def perturbed(stream: Tensor) -> Tensor:
-        rng = torch.Generator().manual_seed(seed)
-        sign = 2 * torch.rand(stream.shape, generator=rng).to(stream) - 1
-        return stream * (1 + sign * torch.finfo(stream.dtype).eps)
-
-    return block.register_forward_pre_hook(partial(_with_input, perturbed), with_kwargs=True)
 
 
 def _forget_longer_contexts(rotary: Any) -> None:

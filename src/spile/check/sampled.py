@@ -10,14 +10,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from spile.check.backward import UnitAims
+from spile.check.backward import UnitBackward
 from spile.check.load import Taps
 from spile.core.errors import ConfigError, StoreError
 from spile.core.pool import COVARIANCE, JACOBIAN, MOMENTS, beside, reduces
 from spile.corpus.pack import PackedUnit
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.document import Document
-from spile.plan.baselines import Baseline
 from spile.plan.job import ExtractionJob, prepare_unit
 
 _CONTEXTS_PER_DOCUMENT = 2
@@ -40,8 +39,7 @@ class SampledRows:
         beside: the tap whose values follow those of each other tap, as `--reduce cov:TAP` has it.
         docs: the document of each context.
         starts: the first token of each context in its document.
-        baseline: what attributions are differences from.
-        aims: what the objective of gradients reads, if it is not the log-probability.
+        backward: how gradients are made, if there are any.
     """
 
     contexts: Sequence[np.ndarray]
@@ -52,8 +50,7 @@ class SampledRows:
     beside: str | None = None
     docs: Sequence[int] = ()
     starts: Sequence[int] = ()
-    baseline: Baseline | None = None
-    aims: UnitAims | None = None
+    backward: UnitBackward | None = None
 
     @classmethod
     def of_context(cls, offsets: np.ndarray, tokens: np.ndarray, start: int, seq_len: int) -> Self:
@@ -161,17 +158,12 @@ class SampledRows:
         }
 
     def _options_of(self, number: int) -> dict[str, Any]:
-        """Return a context's baseline and the aim of its objective, if it has them."""
-        if not self.baseline and not self.aims:
+        """Return how a context's gradients are made, if it has them."""
+        if not self.backward:
             return {}
         start = self.starts[number]
-        own = self.docs[number], start, start + len(self.contexts[number])
-        found: dict[str, Any] = {}
-        if self.baseline:
-            found["baseline"] = self.baseline.of_context(*own)
-        if self.aims:
-            found["aim"] = self.aims.of_context(*own)
-        return found
+        stop = start + len(self.contexts[number])
+        return {"backward": self.backward.of_context(self.docs[number], start, stop)}
 
     def pooled(self, values: np.ndarray) -> np.ndarray:
         """Return the rows that tokens' values make, in float64 if they are pooled."""
@@ -263,12 +255,8 @@ def sampled_units(
             rows = Document(dataset.index(first, last), dataset, np.arange(first, last))
             tokens, packed = prepared.tokens, prepared.packed
             sampled = SampledRows.of_labels(rows, tokens, packed, by, job.recipe.seq_len)
-            sampled = replace(
-                sampled,
-                beside=beside(job.recipe.pool),
-                baseline=job.baseline,
-                aims=UnitAims(job.objective, prepared) if job.objective else None,
-            )
+            backward = UnitBackward.of(job, prepared)
+            sampled = replace(sampled, beside=beside(job.recipe.pool), backward=backward)
             yield rows, sampled, packed.num_docs
 
 
@@ -298,13 +286,13 @@ def sampled_rows(
     packed: PackedUnit | None,
     pool: str | None,
     seq_len: int,
-    baseline: Baseline | None = None,
+    backward: UnitBackward | None = None,
 ) -> list[SampledRows]:
     """Return the rows of a document to compare, context by context, or all of its spans.
 
     Args:
         packed: the document's unit; None if its rows were ingested.
-        baseline: what attributions are differences from.
+        backward: how the unit's gradients are made, if it has them.
     """
     if packed is None:
         offsets = document.index["offset"]
@@ -312,11 +300,11 @@ def sampled_rows(
     by = reduces(pool)
     if by:
         found = SampledRows.of_spans(document, tokens, packed, by, seq_len)
-        return [replace(found, baseline=baseline)]
+        return [replace(found, backward=backward)]
     offsets = document.index["offset"]
     starts = np.unique(offsets // seq_len)[:_CONTEXTS_PER_DOCUMENT] * seq_len
     each = [SampledRows.of_context(offsets, tokens, start, seq_len) for start in starts.tolist()]
-    return [replace(some, docs=[document.doc], baseline=baseline) for some in each]
+    return [replace(some, docs=[document.doc], backward=backward) for some in each]
 
 
 def _joined(values: Sequence[np.ndarray]) -> np.ndarray:

@@ -1,7 +1,8 @@
 """The changes of `--splice`: what each does to the values of a tap. No jax.
 
-The arithmetic is written for both numpy and jax.numpy: the device runs it in the compiled step
-(`models/forward/splice.py`), and `spile check` runs it inside HF transformers.
+The arithmetic is written for both jax.numpy and torch: the device runs it in the compiled step
+(`models/forward/splice.py`), and `spile check` runs it inside HF transformers
+(`check/hf_splices.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -68,17 +69,6 @@ class Splice:
             return 2 * self.values
         return 4 * self.arrays["basis"].size if self.kind == "ablate" else 0
 
-    def apply(self, arrays: Arrays, values: np.ndarray, read: np.ndarray | None) -> np.ndarray:
-        """Change values [tokens, ...] of the reference; `arrays` are those that `load` returns.
-
-        Args:
-            read: the values of `reads`.
-        """
-        given = values if read is None else read
-        rows = given.reshape(len(given), -1)
-        new = changed_rows(self.kind, self.sae, arrays, rows, np, np.matmul, kth_largest)
-        return new.reshape(values.shape).astype(values.dtype)
-
 
 def changed_rows(
     kind: str,
@@ -94,7 +84,7 @@ def changed_rows(
     Rows are the old values; those of a transcoder are the values that it reads.
 
     Args:
-        xp: numpy or jax.numpy, matching the arrays.
+        xp: the functions of numpy that it uses, for these arrays.
         product: multiplies two matrices.
         kth: returns the k-th largest of the last axis, which it keeps.
     """

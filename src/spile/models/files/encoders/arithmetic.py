@@ -122,10 +122,35 @@ def decoded(
     if sae.centres:
         made = made + arrays["mean"]
     if sae.normalize == "layer_norm":
-        mean = rows.mean(axis=-1, keepdims=True)
-        squares = xp.square(rows - mean).sum(axis=-1, keepdims=True)
-        return made * xp.sqrt(squares / (sae.width - 1)) + mean
+        return made * _deviation(sae, rows, xp) + rows.mean(axis=-1, keepdims=True)
     if sae.normalize == "constant_norm_rescale":
-        length = xp.sqrt((rows * rows).sum(axis=-1, keepdims=True))
-        return made / (math.sqrt(sae.width) / length)
+        return made / (math.sqrt(sae.width) / _length(rows, xp))
     return made
+
+
+def along_decoder(
+    sae: Sae,
+    arrays: Arrays,
+    rows: Any,
+    gradients: Any,
+    xp: Any,
+    product: Callable[[Any, Any], Any],
+) -> Any:
+    """Multiply the gradient at each row with what each latent adds to its reconstruction."""
+    found = product(gradients, arrays["W_dec"].T) / sae.output_scale
+    if sae.rescales:
+        found = found / arrays["decoder_norm"]
+    if sae.normalize == "layer_norm":
+        return found * _deviation(sae, rows, xp)
+    if sae.normalize == "constant_norm_rescale":
+        return found * _length(rows, xp) / math.sqrt(sae.width)
+    return found
+
+
+def _deviation(sae: Sae, rows: Any, xp: Any) -> Any:
+    squares = xp.square(rows - rows.mean(axis=-1, keepdims=True)).sum(axis=-1, keepdims=True)
+    return xp.sqrt(squares / (sae.width - 1))
+
+
+def _length(rows: Any, xp: Any) -> Any:
+    return xp.sqrt((rows * rows).sum(axis=-1, keepdims=True))
