@@ -6,7 +6,7 @@ DATASET[:LABEL]  a mean for each tap, of a dataset that --reduce made
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import cast
@@ -20,9 +20,9 @@ from spile.core.options import listed
 from spile.core.pool import JACOBIAN, Pool
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.opening import open_dataset
-from spile.models.files.checkpoint import Checkpoint
+from spile.models.config.arch import Arch
 from spile.models.splices import digest
-from spile.models.taps import Tap
+from spile.models.taps import Tap, sites_on_paths
 from spile.objects.paths import path_of
 from spile.plan.tapped import writers_of
 
@@ -71,6 +71,23 @@ class Baseline:
         shape = self.columns[name]
         places = first + np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
         return (places[list(tap.heads)] if tap.heads else places).reshape(-1)
+
+    def arrays(
+        self, taps: Sequence[Tap], writers: Sequence[Tap], steps: int | None
+    ) -> dict[str, np.ndarray]:
+        """Return what a step reads, by tap, as `of_tap` returns it: see `Extras.baselines`.
+
+        Args:
+            taps: those that are stored.
+            writers: that edges come from.
+            steps: of integrated gradients, whose paths begin here.
+        """
+        found = {tap.name: self.of_tap(tap.source) for tap in taps if tap.kind.summed}
+        for whole in dict.fromkeys(replace(tap, heads=()) for tap in writers):
+            found[whole.name] = self.of_tap(whole)
+        for place, some in sites_on_paths(taps).items() if steps else ():
+            found[place.name] = self.of_tap(replace(some[0].source, heads=()))
+        return found
 
     def beside(self, index: np.ndarray, needed: np.ndarray) -> np.ndarray:
         """Return the values beside tokens [tokens, width] in float32; zero where none is needed.
@@ -174,9 +191,17 @@ def baseline_source(given: str | None, change: Callable[[str], str]) -> str | No
 
 
 def find_baseline(
-    recipe: Recipe, taps: Sequence[Tap], checkpoint: Checkpoint, seq_len: int
+    recipe: Recipe,
+    taps: Sequence[Tap],
+    arch: Arch,
+    seq_len: int,
+    model: Callable[[], Mapping[str, str]] | None = None,
 ) -> Baseline | None:
     """Return the baseline of a recipe; None if it is zero. Opens its dataset.
+
+    Args:
+        model: returns what identifies the model, which must have made the baseline (it reads some
+            of the weights); None: any that fits.
 
     Raises:
         ConfigError: if no tap is compared with it, or the dataset does not fit.
@@ -186,7 +211,7 @@ def find_baseline(
         raise ConfigError(f"--steps {steps}: no tap holds a gradient; add e.g. resid_post_attr:4")
     if given is None:
         return None
-    writers = writers_of(recipe, taps, checkpoint.arch)
+    writers = writers_of(recipe, taps, arch)
     made = (tap.source for tap in taps if tap.kind.summed or (steps and tap.kind.of))
     wanted = [*dict.fromkeys(replace(tap, heads=()) for tap in (*made, *writers))]
     if not wanted:
@@ -201,7 +226,7 @@ def find_baseline(
         dataset = open_dataset(where)
     except (ConfigError, StoreError) as error:
         raise ConfigError(f"--baseline: {error.message}") from None
-    if dataset.recipe.model != checkpoint.identity():
+    if model is not None and dataset.recipe.model != model():
         raise ConfigError(f"{told}: was made by another model; make one with this --model")
     for tap in wanted:
         if tap.name not in {*dataset.taps}:
@@ -217,7 +242,7 @@ def find_baseline(
             )
         passes = (dataset.pass_of(tap.name) for tap in wanted)
         identity = " ".join(dict.fromkeys((ROWS, dataset.fingerprint, *filter(None, passes))))
-        columns = {tap.name: tap.shape(checkpoint.arch, 1) for tap in wanted}
+        columns = {tap.name: tap.shape(arch, 1) for tap in wanted}
         return Baseline(given=given, identity=identity, dataset=dataset, columns=columns)
     if pool.labels is None or pool.by == JACOBIAN:
         raise ConfigError(

@@ -71,7 +71,9 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
     compute_dtype = asked.compute_dtype or table.recipe.compute_dtype
     objective = find_objective(asked.objective, taps, checkpoint.arch, compute_dtype)
     lens = find_lens(asked, taps, checkpoint.arch)
-    baseline = find_baseline(asked, taps, checkpoint, table.recipe.seq_len)
+    baseline = find_baseline(
+        asked, taps, checkpoint.arch, table.recipe.seq_len, checkpoint.identity
+    )
     settled = dataclasses.replace(
         table.recipe,
         model_source=lasting(asked.model),

@@ -149,7 +149,7 @@ def resolve(
         lens_source=lasting(recipe.lens) if recipe.lens else None,
     )
     objective = find_objective(recipe.objective, taps, checkpoint.arch, compute)
-    baseline = find_baseline(recipe, taps, checkpoint, resolved.seq_len)
+    baseline = find_baseline(recipe, taps, checkpoint.arch, resolved.seq_len, checkpoint.identity)
     if objective and reduces(resolved.pool) == JACOBIAN:
         raise ConfigError("--reduce jacobian: a gradient has none here; tap the sites themselves")
     if (

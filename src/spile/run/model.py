@@ -48,13 +48,14 @@ from spile.models.forward.weight_loader import ArrayLoader, load_params
 from spile.models.forward.weights import LayerSchedule, Params, WeightArrays, moved_params
 from spile.models.layout import ONE_DEVICE, Cuts, parse_layout
 from spile.models.objectives import FUNCTION, LOGIT_DIFF, LOGPROB, LOSS, Objective
-from spile.models.sites import GRADIENT, SPLICED
+from spile.models.sites import ATTRIBUTION, GRADIENT, SPLICED
 from spile.models.taps import Tap, parse_taps, with_tops
 from spile.plan.compute_dtype import settled_compute_dtype
 from spile.plan.lenses import refuse_lens
 from spile.plan.objectives import find_objective
 from spile.plan.residency import Machine, Residency, choose_residency
 from spile.plan.roofline import Workload
+from spile.run.model_baselines import Compared, GivenBaseline
 from spile.run.pipeline.display import waiting
 from spile.run.step.devices import StepDevices
 from spile.run.step.settings import Stage, StepSettings
@@ -166,7 +167,7 @@ class Model:
         self._name, self._settings, self._tokenizer = name, settings, tokenizer
         self._weights = weights
         self._run = jax.jit(
-            self._forward, static_argnames=("taps", "spliced", "attention", "objective")
+            self._forward, static_argnames=("taps", "spliced", "attention", "objective", "steps")
         )
         self._run_jacobian = jax.jit(self._one_jacobian, static_argnames=("source", "objective"))
         self._run_stage = jax.jit(self._one_stage, static_argnames="stage")
@@ -244,6 +245,8 @@ class Model:
         sites: str,
         *,
         objective: str | ObjectiveFunctions = LOGPROB,
+        baseline: GivenBaseline | None = None,
+        steps: int | None = None,
         splice: SplicedTaps | None = None,
     ) -> TapValues:
         """Return the gradient of an objective with respect to sites [rows, seq, ...], by name.
@@ -257,14 +260,53 @@ class Model:
             objective: `logprob`; `direction:TAP=FILE.npy`, the sum of dot products with a vector;
                 or functions by tap, each from values [rows, seq, ...] to a number for each token:
                 the objective is their sum over all tokens of a text.
+            baseline: where the path of `steps` begins, as in `attr`.
+            steps: the mean gradient at so many points of the path from the baseline to the values.
             splice: as in a call.
         """
+        if baseline is not None and not steps:
+            raise ConfigError("grad: a baseline is where a path begins; give steps=N, or use attr")
+        return self._backward(tokens, sites, GRADIENT, objective, (baseline, steps), splice)
+
+    def attr(
+        self,
+        tokens: Tokens,
+        sites: str,
+        *,
+        objective: str | ObjectiveFunctions = LOGPROB,
+        baseline: GivenBaseline | None = None,
+        steps: int | None = None,
+        splice: SplicedTaps | None = None,
+    ) -> TapValues:
+        """Return attributions by name: gradients times values, summed over a site's last axis.
+
+        That is a number for each token [rows, seq], or for each head where a site has heads. To
+        first order, the objective would fall by it if the values were those of the baseline.
+
+        Args:
+            sites: as in `grad`; so are the arguments that are not listed here.
+            baseline: by tap, the values to compare with: of other texts of as many tokens, as a
+                call returns them (attribution patching), or of one token. Zero if not given.
+            steps: integrated gradients: their mean at so many points of the path from there.
+        """
+        return self._backward(tokens, sites, ATTRIBUTION, objective, (baseline, steps), splice)
+
+    def _backward(
+        self,
+        tokens: Tokens,
+        sites: str,
+        ending: str,
+        objective: str | ObjectiveFunctions,
+        path: tuple[GivenBaseline | None, int | None],
+        splice: SplicedTaps | None,
+    ) -> TapValues:
         ids, segments = self._padded(tokens)
         found = sorted(self._sites(sites), key=lambda tap: tap.name)
-        taps = tuple(replace(tap, site=tap.site + GRADIENT) for tap in found)
+        taps = tuple(replace(tap, site=tap.site + ending) for tap in found)
         chosen = self._objective(objective, taps)
-        self._refuse_no_gradient("grad")
-        values = self._values(ids, segments, taps, splice, chosen)
+        self._refuse_no_gradient("grad" if ending == GRADIENT else "attr")
+        compared = Compared.of(*path, taps, self.arch, segments > 0)
+        values = self._values(ids, segments, taps, splice, chosen, compared)
         named = {tap.source.name: values[tap.name] for tap in taps}
         return TapValues(named, tuple(int(length) for length in values.lengths))
 
@@ -341,23 +383,28 @@ class Model:
         chosen: tuple[Tap, ...],
         splice: SplicedTaps | None,
         objective: Objective | None = None,
+        compared: Compared | None = None,
     ) -> TapValues:
         """Run the model on padded token ids; return the values of taps."""
         changes = self._changes(splice or {}, segments > 0)
         rows, seq = ids.shape
-        inputs = self._divided(ids, segments, spliced=bool(changes))
+        compared = compared or Compared()
+        *inputs, beside = self._divided(ids, segments, compared.beside, spliced=bool(changes))
         attention = self._attention()
         if isinstance(self._weights, SweptModel):
-            found = self._block_by_block(self._weights, inputs, changes, chosen)
+            found = self._block_by_block(self._weights, (inputs[0], inputs[1]), changes, chosen)
         else:
             found = self._run(
                 self._weights,
                 *inputs,
                 tuple(changes.values()),
+                beside,
+                compared.columns,
                 taps=chosen,
                 spliced=tuple(changes),
                 attention=attention,
                 objective=objective,
+                steps=compared.steps,
             )
         shaped: dict[str, jax.Array] = {}
         for tap in chosen:
@@ -382,11 +429,13 @@ class Model:
             raise ConfigError(f"load_model: inside jax.grad, jit or vmap: {why}")
         return BLOCKED
 
-    def _divided(self, ids: np.ndarray, segments: np.ndarray, *, spliced: bool) -> tuple[Any, Any]:
+    def _divided(
+        self, ids: np.ndarray, segments: np.ndarray, beside: np.ndarray | None, *, spliced: bool
+    ) -> tuple[Any, Any, Any]:
         """Pad the inputs until the mesh divides their shape, and put them on it."""
         shards = self._settings.place.shards
         if shards is None:
-            return ids, segments
+            return ids, segments, beside
         layout = shards.layout
         more = (-ids.shape[0] % layout.groups, -ids.shape[1] % layout.model)
         if spliced and any(more):
@@ -394,9 +443,12 @@ class Model:
                 f"on the mesh {layout} a splice needs a multiple of {layout.groups} contexts, the "
                 f"longest of a multiple of {layout.model} tokens; got {list(ids.shape)}"
             )
-        padded = (np.pad(array, [(0, n) for n in more]) for array in (ids, segments))
-        first, second = (put(array, shards.by_rows) for array in padded)
-        return first, second
+
+        def whole(array: np.ndarray) -> Any:
+            ends = [(0, n) for n in (*more, *[0] * (array.ndim - 2))]
+            return put(np.pad(array, ends), shards.by_rows)
+
+        return whole(ids), whole(segments), None if beside is None else whole(beside)
 
     @waiting("computing the loss", late=True)
     def loss(self, tokens: Tokens, *, splice: SplicedTaps | None = None) -> float:
@@ -508,16 +560,21 @@ class Model:
         ids: jax.Array,
         segments: jax.Array,
         changes: tuple[Partial, ...],
+        beside: jax.Array | None,
+        columns: Mapping[str, jax.Array],
         *,
         taps: tuple[Tap, ...],
         spliced: tuple[Tap, ...],
         attention: str,
         objective: Objective | None,
+        steps: int | None,
     ) -> dict[str, jax.Array]:
         settings = replace(
-            self._settings, taps=taps, spliced=spliced, attention=attention, objective=objective
-        )
-        found = settings.values(params, changes, _inputs(ids, segments), contexts=1)
+            self._settings, taps=taps, spliced=spliced, attention=attention, objective=objective,
+            steps=steps,
+        )  # fmt: skip
+        inputs = _inputs(ids, segments)._replace(beside=beside)
+        found = settings.values(params, changes, inputs, 1, columns)
         return blanked(found, segments)
 
     def _one_jacobian(
