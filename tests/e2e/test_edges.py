@@ -11,10 +11,13 @@ from transformers import AutoModelForCausalLM
 
 import spile
 from chaos.harness import check_sound
+from spile.check.compare import check
 from spile.check.hf_gradients import gradients, logprob
 from spile.check.reference import Reference
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError, DriftError, SpileError
+from support import tiny
+from support.families import FAMILIES, randomised
 
 WRITERS = ("embed", "attn_out.0", "mlp_out.0", "attn_out.1")
 READERS = ("resid_mid.0", "resid_pre.1", "resid_mid.1", "resid_post.1")
@@ -77,21 +80,56 @@ def test_an_edge_is_the_writers_values_times_the_gradient_in_the_stream(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3next-gqa"])
+def test_heads_are_writers_whose_edges_add_up_to_those_of_attention(
+    family: str, recipe: Recipe, model: Path, tmp_path: Path
+) -> None:
+    """By HF's autograd; less the bias of the output projection; beyond a baseline, too."""
+    if family != "llama":
+        folder = tmp_path / "model"
+        made_of = randomised(FAMILIES[family])
+        made_of.save_pretrained(folder)
+        tiny.write_tokenizer(folder)
+        recipe, model = dataclasses.replace(recipe, model=str(folder)), folder
+    layer = 2 if "next" in family else 1
+    options: dict[str, Any] = {"taps": f"resid_post_edge:{layer}", "store_dtype": "float32"}
+    ds = made(recipe, tmp_path / "out", writers=f"z:all,attn_out:{layer}", **options)
+    assert check(ds.url, samples=3).ok
+    heads = [n for n, name in enumerate(str(ds.recipe.writers).split(",")) if f"z.{layer}." in name]
+    found = ds.read(f"resid_post_edge.{layer}")
+    assert len(heads) >= 2
+    bias = 0.0
+    if family == "gpt2":
+        grads = made(recipe, tmp_path / "g", taps=f"resid_post_grad:{layer}", writers=None,
+                     store_dtype="float32").read(f"resid_post_grad.{layer}")  # fmt: skip
+        hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        bias = grads @ hf.transformer.h[layer].attn.c_proj.bias.detach().numpy()
+    gap = found[:, heads].sum(axis=1) + bias - found[:, -1]
+    assert np.abs(gap).max() < 2e-5 * np.abs(found).max()
+    values = made(recipe, tmp_path / "values", taps="z:all", writers=None, reduce="mean")
+    beyond = made(recipe, tmp_path / "beyond", writers=f"z:{layer}", baseline=values.url, **options)
+    assert check(beyond.url, samples=2).ok
+
+
+@pytest.mark.full
 def test_edges_say_what_splices_do(recipe: Recipe, tmp_path: Path) -> None:
     """A little of a writer's values, taken out of the stream, changes the objective as it says."""
     loaded = spile.load_model(str(recipe.model), compute_dtype="float32")
     one: dict[str, Any] = {"max_docs": 1, "long_docs": "truncate"}
     rows = made(recipe, tmp_path / "rows", taps="embed", writers=None, **one)
-    edges = made(recipe, tmp_path / "edges", reduce="mean", **one).edges()
+    writers = f"{recipe.writers},z:0.h1"
+    edges = made(recipe, tmp_path / "edges", reduce="mean", writers=writers, **one).edges()
     (ids,) = contexts(rows)
-    values, share = loaded([ids], "attn_out:0,mlp_out:0"), 1e-3
+    values, share = dict(loaded([ids], "attn_out:0,mlp_out:0")), 1e-3
+    without = loaded([ids], "attn_out:0", splice={"z.0": lambda z: z.at[:, :, 1].set(0.0)})
+    values["z.0.h1"] = values["attn_out.0"] - without["attn_out.0"]  # what that head adds
 
     def total(added: np.ndarray) -> float:
         splice = {"resid_post.1": spile.added(added)}
         found = loaded([ids], "logprob", splice=splice)["logprob"]
         return float(np.asarray(found, np.float64).sum())
 
-    for writer in ("attn_out.0", "mlp_out.0"):
+    for writer in ("attn_out.0", "mlp_out.0", "z.0.h1"):
         own = share * np.asarray(values[writer])
         slope = (total(own) - total(-own)) / (2 * share)
         place = edges.writers.index(writer), edges.readers.index("resid_post.1")
@@ -131,6 +169,7 @@ def test_edges_have_baselines_labels_and_rows_of_their_own(
         ({"taps": "embed"}, "--writers .*: no tap holds edges"),
         ({"writers": "mlp_in:0"}, "mlp_in.0 is not added to the residual stream"),
         ({"writers": "mlp_out:1", "taps": "resid_mid_edge:1"}, "comes after every tap of edges"),
+        ({"writers": "q:1"}, "q.1 is not added to the residual stream; choose from .*, z"),
         ({"steps": 3}, "leave --steps out"),
         ({"taps": "mlp_out_edge:0"}, "mlp_out_edge"),
     ],

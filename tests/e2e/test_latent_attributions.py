@@ -92,7 +92,7 @@ def test_attributions_of_latents_are_added_grown_streamed_and_checked(
     assert len(grown.document(7))
     report = check(grown.url, samples=2)
     assert report.ok
-    assert {*report.taps} == {"mlp_out.0"}
+    assert {*report.taps} == {"mlp_out.0", "resid_post_attr_latents.1"}
     spile.extract(recipe, tmp_path / "disk", spile.Runtime(weights="disk"))
     streamed = spile.open(tmp_path / "disk")
     np.testing.assert_allclose(streamed.read(name), dataset.read(name), atol=1e-5)

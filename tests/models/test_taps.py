@@ -14,7 +14,7 @@ from spile.models.config.arch import Arch
 from spile.models.config.families import FAMILIES
 from spile.models.config.hf_config import read_config
 from spile.models.sites import AFTER_BLOCKS, SITES
-from spile.models.taps import Tap, all_taps, describe_taps, parse_taps
+from spile.models.taps import Tap, all_taps, describe_taps, parse_taps, parse_writers
 from support import tiny
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
@@ -623,3 +623,15 @@ def test_a_description_has_one_entry_for_each_site_or_one_for_each_tap() -> None
     sizes = {entry["name"]: entry["bytes"] for entry in many}
     assert (sizes["embed"], sizes["expert_ids.0"], sizes["logprob"]) == (2 * 4096, 2 * 2, 4)
     assert sizes["attn_pattern.0"] == 2 * 32 * 100
+
+
+def test_each_head_is_a_writer_unless_heads_are_normalised_together() -> None:
+    arch = DENSE
+    edges = parse_taps("resid_post_edge:1", arch)
+    found = parse_writers("mlp_out:0,z:0.h3,z:0-2,embed", edges, arch)
+    heads = [Tap("z", layer, (head,)) for layer in (0, 1) for head in range(arch.num_heads)]
+    first, second = heads[: arch.num_heads], heads[arch.num_heads :]
+    assert found == (Tap("embed"), *first, Tap("mlp_out", 0), *second)
+    assert parse_writers(",".join(tap.name for tap in found), edges, arch) == found
+    with pytest.raises(ConfigError, match="normalises what all heads of layer 0 add together"):
+        parse_writers("z:0", edges, CAPPED)

@@ -367,6 +367,7 @@ _ATTRIBUTIONS = {
 # The stream at several depths, and everything that is added to it: what edges lead to, and from.
 READERS = ("resid_pre", "resid_mid", "resid_post")
 WRITERS = ("embed", "attn_out", "ssm_out", "mlp_out", "layer_embed_out", *READERS)
+HEADS_WRITE = "z"  # each of its heads is a writer, too: through its part of the output projection
 _EDGES = {
     name + EDGE: replace(
         _GRADIENTS[name + GRADIENT],

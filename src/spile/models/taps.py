@@ -36,6 +36,7 @@ from spile.models.sites import (
     FEATURES,
     GRADIENT,
     GROUPS,
+    HEADS_WRITE,
     LENS_BLOCK,
     LENSES,
     SITES,
@@ -327,6 +328,8 @@ def computed_as(tap: Tap) -> Tap:
 def parse_writers(text: str, taps: Iterable[Tap], arch: Arch) -> tuple[Tap, ...]:
     """Return the taps that `--writers` names, but those that come after every tap of edges.
 
+    Each head of `HEADS_WRITE` is a tap of its own.
+
     Raises:
         ConfigError: if one does not write to the residual stream, or none is left.
     """
@@ -338,17 +341,33 @@ def parse_writers(text: str, taps: Iterable[Tap], arch: Arch) -> tuple[Tap, ...]
     if not readers:
         raise ConfigError(f"--writers {text}: no tap holds edges; add e.g. resid_post_edge:4")
     for writer in writers:
-        if writer.site not in WRITERS:
+        if writer.site not in (*WRITERS, HEADS_WRITE):
             raise ConfigError(
                 f"--writers {text}: {writer.name} is not added to the residual stream; choose from "
-                f"{', '.join(WRITERS)}"
+                f"{', '.join((*WRITERS, HEADS_WRITE))}"
             )
+        layer = arch.layers[writer.layer or 0]
+        if writer.site == HEADS_WRITE and "attn_post_norm" in arch.norms_of(layer):
+            raise ConfigError(
+                f"--writers {text}: the model normalises what all heads of layer {writer.layer} "
+                f"add together; give attn_out:{writer.layer}"
+            )
+    writers = _in_order({head for writer in writers for head in _each_head(writer, arch)})
     found = tuple(w for w in writers if any(writes_to(w, reader, arch) for reader in readers))
     if not found:
         raise ConfigError(
             f"--writers {text}: {writers[0].name} comes after every tap of edges; tap later layers"
         )
     return found
+
+
+def _each_head(writer: Tap, arch: Arch) -> tuple[Tap, ...]:
+    """Return a tap of each head of a writer whose heads write apart; any other as it is."""
+    if writer.site != HEADS_WRITE:
+        return (writer,)
+    sizes = axis_sizes(arch, 1, arch.layers[writer.layer or 0])
+    heads = writer.heads or range(sizes[writer.kind.shape[0]])
+    return tuple(replace(writer, heads=(head,)) for head in heads)
 
 
 def writes_to(writer: Tap, reader: Tap, arch: Arch) -> bool:

@@ -28,7 +28,7 @@ from spile.models.layout import Cuts
 from spile.models.objectives import Objective
 from spile.models.sites import AFTER_BLOCKS, ALL_MIXERS, LENSES
 from spile.models.splices import Splice
-from spile.models.taps import Tap, sites_on_paths
+from spile.models.taps import Tap, sites_on_paths, writes_to
 from spile.plan.chips import Chip
 
 MEMORY_SHARE = 0.9  # share of a device's memory that a step may fill, by our estimate
@@ -301,13 +301,17 @@ class Workload:
     def kept_for_backward(self) -> int:
         """Approximate bytes that the forward pass keeps for the backward pass.
 
-        Each block's stream, and what its products and norms read: of every block, or of one at a
-        time if blocks are computed again. And the gradient of the stream, and the head's.
+        Each block's stream, and what its norms, attention and activation read: of every block, or
+        of one at a time if blocks are computed again. And the gradients of one block's inner layer,
+        of the stream, and the head's.
         """
         if not self.objective:
             return 0
         inside = self._inside_blocks
-        kept = max(inside, default=0) if self.remat else sum(inside)
+        every = [sum(each) for each in inside]
+        kept = max(every, default=0)
+        if not self.remat:
+            kept = sum(own for own, _ in inside) + max((back for _, back in inside), default=0)
         return self._own * (kept + (self.depth + 4) * self.passing)
 
     @cached_property
@@ -315,21 +319,22 @@ class Workload:
         """The same for one block at a time, if streams wait in host memory."""
         if not self.objective:
             return 0
-        return self._own * (max(self._inside_blocks, default=0) + 4 * self.passing)
+        inside = max((sum(each) for each in self._inside_blocks), default=0)
+        return self._own * (inside + 4 * self.passing)
 
     @property
-    def _inside_blocks(self) -> list[int]:
-        """Bytes for each token that a backward pass reads of each block."""
+    def _inside_blocks(self) -> list[tuple[int, int]]:
+        """Bytes for each token that a backward pass reads of each block, and makes there."""
         arch = self.arch
-        found: list[int] = []
+        found: list[tuple[int, int]] = []
         for layer in arch.layers[: self.depth]:
             own = arch.of(layer)
             inner = max(own.dense_width, own.mlp_width)
             if arch.experts:
                 inner = max(own.dense_width, arch.mlp_width * arch.experts.chosen)
             heads = 4 * own.num_heads * own.head_dim // self._ways("heads")
-            inner = 4 * inner // max(self._ways("mlp"), self._ways("experts"))
-            found.append((8 * arch.width + heads + inner) * self.item)
+            inner = 2 * inner // max(self._ways("mlp"), self._ways("experts"))
+            found.append(((8 * arch.width + heads + inner) * self.item, inner * self.item))
         return found
 
     @property
@@ -373,10 +378,22 @@ class Workload:
         if self.pool == JACOBIAN and self.other:  # each channel takes a pass back
             total *= 1 + self.other.width(self.arch, self.seq_len)
         total *= max(1, self.passes_back)
+        total += self._edges_of_heads
         read = self.arch.vocab_size // self._ways("vocab") + self.arch.width
         beside = self._encoding + (self._products if self.labels else 0)
         beside += len(self._lens_layers) * self.arch.width * read
         return total * self._own + self._held(2 * beside)
+
+    @property
+    def _edges_of_heads(self) -> int:
+        """FLOPs for each token of gradients through the output projections of heads that write."""
+        readers = [tap.source for tap in self.taps if tap.kind.crossed]
+        return sum(
+            2 * self.arch.width * writer.width(self.arch, 1)
+            for writer in {replace(tap, heads=()) for tap in self.writers if tap.heads}
+            for reader in readers
+            if writes_to(writer, reader, self.arch)
+        )
 
     @cached_property
     def traffic(self) -> int:

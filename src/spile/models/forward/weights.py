@@ -75,6 +75,16 @@ class LayerSchedule:
         return self.lead + self.period * self.cycles
 
 
+def block_array(params: Params, schedule: LayerSchedule, layer: int, name: str) -> Any:
+    """Return an array of a block, by the block's number."""
+    if layer < schedule.lead:
+        return params.lead[layer][name]
+    if layer >= schedule.scanned:
+        return params.tail[layer - schedule.scanned][name]
+    number, place = divmod(layer - schedule.lead, schedule.period)
+    return params.cycle[place][name][number]
+
+
 def abstract_params(
     arch: Arch,
     schedule: LayerSchedule,

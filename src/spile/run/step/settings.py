@@ -8,13 +8,16 @@ a stage on the way back; `stored` brings values into the form that leaves the de
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import Partial
 from jaxtyping import Array
 
@@ -22,7 +25,8 @@ from spile.core.config import activation_dtype
 from spile.core.pool import COVARIANCE, JACOBIAN
 from spile.corpus.pack import Batch
 from spile.dataset.codec.quantization import QUANTIZED
-from spile.models.config.arch import Arch, Layer
+from spile.models.config.arch import GATED_DELTA, Arch, Layer
+from spile.models.config.kernel_choice import BLOCKED
 from spile.models.files.encoders.sae import SparseEncoder
 from spile.models.forward.attention import narrowed
 from spile.models.forward.decoder import AFTER, BEFORE, GAPS, Beside, Decoder, Inputs
@@ -39,10 +43,12 @@ from spile.models.forward.gradient import (
 )
 from spile.models.forward.jacobian import jacobian_sums, prompts_of
 from spile.models.forward.kernels.attention import chosen_kernels, for_platform
+from spile.models.forward.kernels.chunks import plain_recurrence
 from spile.models.forward.lens import LensHead
 from spile.models.forward.pooling import Pooling
-from spile.models.forward.weights import LayerSchedule, Params, WeightArrays
+from spile.models.forward.weights import LayerSchedule, Params, WeightArrays, block_array
 from spile.models.objectives import Objective
+from spile.models.sites import HEADS_WRITE
 from spile.models.taps import Tap, sites_on_paths, writes_to
 from spile.run.step.devices import StepDevices
 from spile.run.step.stored import PRODUCTS, Extras, Reduced, StoredForm, joined
@@ -137,6 +143,17 @@ class StepSettings:
         return self.objective is not None or self.pool == JACOBIAN
 
     @property
+    def compiler_options(self) -> dict[str, bool]:
+        """Options for XLA, besides its flags.
+
+        What a backward pass needs is stored in every block. A GPU would compute a product twice
+        whose result is stored and used (`Decoder` prevents that for taps, at less cost).
+        """
+        if self.place.device.platform == "gpu" and self._backward:
+            return {"xla_gpu_enable_dynamic_slice_fusion": False}
+        return {}
+
+    @property
     def _summed(self) -> list[Tap]:
         """The taps that hold attributions."""
         return [tap for tap in self.taps if tap.kind.summed]
@@ -175,12 +192,13 @@ class StepSettings:
             baselines: of attributions, by tap.
             contexts: the most contexts in a row, as `contexts` returns it.
         """
-        with self._precision():
+        with self._tracing():
             splice = dict(zip(self.spliced, changes, strict=True))
             attention = self._attention(inputs, contexts)
             summed = [tap.source for tap in self._summed]
             own = (tap for tap in self.taps if not tap.kind.of)
-            plain = tuple(dict.fromkeys((*own, *summed, *self.writers)))
+            whole = (replace(writer, heads=()) for writer in self.writers)
+            plain = tuple(dict.fromkeys((*own, *summed, *whole)))
             decoder = Decoder(
                 self.arch, plain, self._carried, attention, self.place.shards, splice,
                 pool=self._pooled_in_decoder,
@@ -208,7 +226,8 @@ class StepSettings:
                     encoded=tap.name in self.encoders,
                 )  # fmt: skip
             for tap in (tap for tap in self.taps if tap.kind.crossed):
-                found[tap] = self._edges(tap, values, found[tap], baselines or {}, inputs)
+                written = self._written(params, found[tap])
+                found[tap] = self._edges(tap, values, written, baselines or {}, inputs)
             kept = {name: each for name, each in values.items() if name in (*names, GAPS)}
             return kept | {tap.name: each for tap, each in found.items()}
 
@@ -249,23 +268,50 @@ class StepSettings:
             found |= mean_gradients(self.steps, gradients)
         return found
 
+    def _written(self, params: Params, gradients: Array) -> Callable[[Tap], Array]:
+        """Return a function from a writer to the gradient with respect to its values.
+
+        Args:
+            gradients: with respect to the stream that it is added to: [tokens, width].
+        """
+
+        def of(writer: Tap) -> Array:
+            if writer.site != HEADS_WRITE:
+                return gradients
+            arch = self.arch.of(self.arch.layers[writer.layer or 0])
+            delta = self.arch.layers[writer.layer or 0].mixer == GATED_DELTA
+            name = "wdo" if delta else "wo"
+            matrix = block_array(params, self.schedule, writer.layer or 0, name)
+            scale = arch.residual_scale * (1.0 if delta else arch.attn_out_scale)
+            found = jnp.dot(gradients, matrix, preferred_element_type=jnp.dtype("float32")) * scale
+            return found.reshape(len(gradients), *writer.shape(self.arch, 1))
+
+        return of
+
     def _edges(
         self,
         tap: Tap,
         values: Mapping[str, Array],
-        gradients: Array,
+        gradients: Callable[[Tap], Array],
         baselines: Mapping[str, Array],
         inputs: Inputs,
     ) -> Array:
-        """Return the products of a stream's gradients with each writer's values; zero if later."""
-        products: list[Array] = []
-        for writer in self.writers:
-            if not writes_to(writer, tap.source, self.arch):
-                products.append(jnp.zeros(len(gradients), jnp.float32))
+        """Return the products of writers' values with gradients with respect to them.
+
+        Zero if a writer comes after the stream that is read.
+        """
+        columns: list[Array] = []
+        for whole, several in groupby(self.writers, key=lambda writer: replace(writer, heads=())):
+            heads = [head for writer in several for head in writer.heads]
+            own = values[whole.name]
+            if not writes_to(whole, tap.source, self.arch):
+                columns.append(jnp.zeros((len(own), len(heads) or 1), jnp.float32))
                 continue
-            own, baseline = values[writer.name], baselines.get(writer.name)
-            products.append(self._attributed(own, gradients, baseline, inputs))
-        return jnp.stack(products, axis=1)
+            baseline = baselines.get(whole.name)
+            found = self._attributed(own, gradients(whole), baseline, inputs)
+            found = found.reshape(len(own), -1)
+            columns.append(found[:, np.array(heads)] if 0 < len(heads) < found.shape[1] else found)
+        return jnp.concatenate(columns, axis=1)
 
     def _attributed(
         self,
@@ -301,7 +347,7 @@ class StepSettings:
         contexts: int,
     ) -> tuple[Array | None, Any, dict[str, Array]]:
         """Run one stage (`Decoder.stage`); `entering`: the stream, and what is read beside it."""
-        with self._precision():
+        with self._tracing():
             splice = dict(zip(stage.spliced, changes, strict=True))
             outside = stage.kind in (BEFORE, AFTER)
             attention = None if outside else self._attention(inputs, contexts)
@@ -329,7 +375,7 @@ class StepSettings:
             left: the cotangent of the stream that left it, if a later stage sent one.
             baselines: of each of its taps.
         """
-        with self._precision():
+        with self._tracing():
             splice = dict(zip(stage.spliced, changes, strict=True))
             outside = stage.kind in (BEFORE, AFTER)
             pairs = [*zip(stage.local, stage.sources, strict=True)]
@@ -388,7 +434,7 @@ class StepSettings:
         inputs: StepInputs,
         part: int,
     ) -> tuple[dict[str, Array], dict[str, Reduced]]:
-        with self._precision():
+        with self._tracing():
             if self.pool:
                 late = Pooling(self.pool, inputs.slots, inputs.sizes.shape[1])
                 pooling = None if self._pooled_in_decoder else late
@@ -413,7 +459,7 @@ class StepSettings:
     ) -> tuple[dict[str, Array], Pullback]:
         """Run the whole model; return the values of what the objective reads, and the pullback."""
         assert self.objective
-        with self._precision():
+        with self._tracing():
             decoder = Decoder(
                 self.arch, (), self.computed, self._attention(inputs, contexts),
                 self.place.shards, sites=sites, aims=self.objective.aims, remat=self.remat,
@@ -429,7 +475,7 @@ class StepSettings:
         The parts of pooled rows are how many prompts a packed row holds.
         """
         assert self.beside
-        with self._precision():
+        with self._tracing():
             decoder = Decoder(
                 self.arch, (), self.computed, self._attention(inputs.read, contexts),
                 self.place.shards, dict(zip(self.spliced, changes, strict=True)),
@@ -476,10 +522,12 @@ class StepSettings:
         late = self.encoders or self.pool == COVARIANCE or self._multiplies
         return None if late else self.pool
 
-    def _precision(self) -> Any:
+    @contextmanager
+    def _tracing(self) -> Generator[None, None, None]:
         # float32 means float32: on accelerators the default would be a faster, coarser product.
-        exact = self.computed == "float32"
-        return jax.default_matmul_precision("highest" if exact else "default")
+        precision = "highest" if self.computed == "float32" else "default"
+        with jax.default_matmul_precision(precision), plain_recurrence(self.attention == BLOCKED):
+            yield
 
     def _attention(self, inputs: Inputs, contexts: int) -> Any:
         attention = for_platform(
