@@ -1,7 +1,6 @@
 """`spile compile`: the step for devices that are not here."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+import spile
 from spile.cli.model import compile_text
 from spile.compile.step import Compiled, Question, compile_step
 from spile.compile.targets import CompileTarget, find_target
@@ -20,14 +20,15 @@ from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError
 from spile.models.config.hf_config import read_config
 from spile.models.files.checkpoint import read_arch
+from spile.models.files.lenses import tuned_files
 from spile.models.layout import Layout
 from spile.plan.chips import parse_topology
 from spile.plan.splices import find_splices
 from spile.run.step.resident import ResidentStep
 from support import quick, saes, tiny, zygote
+from support.libtpu import LIBTPU, needs_libtpu
 
 CONFIGS = Path(__file__).parent.parent / "fixtures/configs"
-LIBTPU = importlib.util.find_spec("libtpu") is not None
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +40,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: object, on_libtpu: bool = False, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run `spile compile`; libtpu knows no flags of CPUs."""
     return zygote.run(
         [sys.executable, "-m", "spile.cli", "compile", *map(str, arguments)],
-        env={**tiny.environment(), "XLA_FLAGS": quick.FLAGS},
+        env={**tiny.environment(), "XLA_FLAGS": "" if on_libtpu else quick.FLAGS},
         **options,
     )
 
@@ -102,6 +106,68 @@ def test_changes_are_compiled_with_the_step_and_counted(config: Path, tmp_path: 
     products = 4 * 2 * 64 + 4 * 64 * 4096
     assert changed.flops - clean.flops == 128 * products
     assert changed.weights - clean.weights == 4 * (2 * 64 + 2 * 64 * 4096)  # in float32
+
+
+def backward(config: Path, **options: Any) -> Compiled:
+    recipe = Recipe(seq_len=64, compute_dtype="float32", **options)
+    target = find_target(None, None)
+    question = Question.of(read_arch(str(config)), recipe, Runtime(batch_tokens=128), target)
+    return compile_step(question, question.layout())
+
+
+def test_gradients_paths_and_edges_are_compiled_with_the_step_and_counted(config: Path) -> None:
+    one, two = (
+        backward(config, taps="mlp_out_attr:1", objective="logit-diff:a,b", steps=steps)
+        for steps in (1, 2)
+    )
+    assert two.flops > 1.5 * one.flops
+    edges = backward(config, taps="resid_post_edge:1", writers="embed,mlp_out:all")
+    assert edges.taps > one.taps
+    recipe = Recipe(taps="resid_post_edge:1", writers="z:all", seq_len=64)
+    target = find_target(None, None)
+    question = Question.of(read_arch(str(config)), recipe, Runtime(batch_tokens=128), target)
+    work = question.workload(question.layout())
+    apart = dataclasses.replace(work, writers=())
+    assert work.flops - apart.flops == 128 * 2 * (2 * 64 * 64), "two layers' projections"
+    assert all(each.temporaries for each in (one, two, edges))
+
+
+@pytest.mark.full
+def test_baselines_and_lenses_are_compiled_with_the_step(
+    model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """Another dataset's rows stand beside each token; a lens has a matrix for each layer."""
+    recipe = Recipe(
+        model=str(model), corpus=str(corpus), taps="z:1", seq_len=64, max_docs=3,
+        compute_dtype="float32",
+    )  # fmt: skip
+    spile.extract(recipe, tmp_path / "rows")
+    spile.extract(dataclasses.replace(recipe, reduce="mean"), tmp_path / "means")
+    options: dict[str, Any] = {"taps": "z_attr:1", "objective": "loss:assistant"}
+    plain = backward(model, **options)
+    for steps in (None, 2):
+        means = backward(model, **options, steps=steps, baseline=str(tmp_path / "means"))
+        rows = backward(model, **options, steps=steps, baseline=str(tmp_path / "rows"))
+        assert rows.temporaries and means.temporaries
+    assert backward(model, **options, baseline=str(tmp_path / "rows")).taps >= plain.taps
+    arch = read_arch(str(model))
+    maps = {1: (np.zeros((arch.width, arch.width)), np.zeros(arch.width))}
+    (tmp_path / "lens").mkdir()
+    for name, data in tuned_files(maps, layers=arch.num_layers, model="tiny").items():
+        (tmp_path / "lens" / name).write_bytes(data)
+    lensed = backward(model, taps="lens_top:1", lens=str(tmp_path / "lens"))
+    assert lensed.temporaries
+    assert lensed.flops > backward(model, taps="resid_post:1").flops
+
+
+def test_blocks_that_are_streamed_have_no_edges(config: Path) -> None:
+    arch, target = read_arch(str(config)), find_target("h200", "cpu")
+    recipe = Recipe(taps="resid_post_edge:1", writers="embed", seq_len=64)
+    question = Question.of(arch, recipe, Runtime(weights="disk"), target)
+    with pytest.raises(ConfigError, match="--writers: edges need the values of several blocks at"):
+        compile_step(question, question.layout())
+    with pytest.raises(ConfigError, match="--taps is missing"):
+        Question.of(arch, Recipe(seq_len=64), Runtime(), target)
 
 
 def test_pooled_rows_and_sums_are_compiled_with_the_step_and_counted(config: Path) -> None:
@@ -179,7 +245,7 @@ def test_without_libtpu_asking_for_it_is_one_line() -> None:
         find_target("h200", "libtpu")
 
 
-@pytest.mark.skipif(not LIBTPU, reason="libtpu cannot be imported (it exists for x86-64 alone)")
+@needs_libtpu
 @pytest.mark.parametrize("topology", ["v4-8", "v5e-8", "v5e-64", "v6e-8", "v5p-8", "v5p-64"])
 def test_libtpu_makes_as_many_devices_as_the_name_says(topology: str) -> None:
     code = (
@@ -193,16 +259,16 @@ def test_libtpu_makes_as_many_devices_as_the_name_says(topology: str) -> None:
     assert int(result.stdout) == parse_topology(topology).chips
 
 
-@pytest.mark.skipif(not LIBTPU, reason="libtpu cannot be imported (it exists for x86-64 alone)")
+@needs_libtpu
 def test_libtpu_compiles_the_step_and_says_what_does_not_fit(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((CONFIGS / "Qwen2.5-7B.json").read_text())
     given = ("--model", tmp_path, "--taps", "resid_post:-1", "--topology", "v5e-16", "--json")
-    found = json.loads(run(*given, "--mesh", "data=4,model=4").stdout)
+    found = json.loads(run(*given, "--mesh", "data=4,model=4", on_libtpu=True).stdout)
     assert found["on"] == "libtpu" and found["fits"] is True
     assert 0 < found["temporaries"] < 4e9
     assert found["collectives"]
-    crowded = json.loads(run(*given, "--mesh", "data=16", "--batch-tokens", "128k").stdout)
-    assert crowded["fits"] is False
+    crowded = run(*given, "--mesh", "data=16", "--batch-tokens", "128k", on_libtpu=True)
+    assert json.loads(crowded.stdout)["fits"] is False
 
 
 def test_this_machines_devices_are_taken_if_nothing_is_named(config: Path) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spile.cli.flags import Verbs, taps_help
-from spile.core.config import STORE_DTYPES, Recipe, Runtime
+from spile.cli.flags import Verbs, add_options, taps_help
+from spile.core.config import STEP_OPTIONS, STORE_DTYPES, Recipe, Runtime
 from spile.core.disagreement import BOUND
 from spile.core.errors import ConfigError, InputError, SpileError
 from spile.core.humanize import plural, size
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from spile.check.compare import CheckReport
     from spile.compile.step import Compiled
     from spile.plan.fetch import Fetched
+
+
+# Options of a run that change the step's program.
+_RUNTIME = ("mesh", "fsdp", "batch_tokens", "attention", "weights")
 
 
 def add_taps(verbs: Verbs) -> None:
@@ -88,44 +92,25 @@ def add_compile(verbs: Verbs) -> None:
         epilog=taps_help(),
     )
     sub.add("--model", "directory with config.json", "X", required=True)
-    sub.add("--taps", "as for extract", "X", required=True)
     sub.add("--topology", "e.g. v5e-64, v4-8, h200 [this machine]", "X")
-    sub.add("--mesh", "as for extract [auto]", "X", default="auto")
-    sub.add("--fsdp", "as for extract", "N")
     sub.switch("--search", "compile for every suitable mesh")
     sub.add("--on", "which compiler [libtpu, else cpu]", "libtpu|cpu|here")
-    for name in ("weights", "seq-len", "batch-tokens", "compute-dtype", "store-dtype", "encode",
-                 "latents", "attn-top", "top-logits", "objective", "splice", "pool",
-                 "reduce"):  # fmt: skip
-        sub.add(f"--{name}", "as for extract", "X")
-    sub.switch("--encode-error", "as for extract")
+    add_options(sub, "recipe", Recipe, STEP_OPTIONS)
+    add_options(sub, "runtime", Runtime, _RUNTIME)
 
 
 def compile(arguments: argparse.Namespace) -> None:
     from spile.compile.step import Question, compile_step, search
     from spile.compile.targets import find_target
     from spile.models.files.checkpoint import read_arch
-    from spile.plan.encoders import find_encoders
-    from spile.plan.lenses import refuse_lens
-    from spile.plan.splices import find_splices
-    from spile.plan.tapped import taps_of
     from spile.run.pipeline.display import waiting
 
-    names = ("model", "taps", "seq_len", "compute_dtype", "store_dtype", "encode", "latents",
-             "encode_error", "attn_top", "top_logits", "objective", "splice", "pool",
-             "reduce")  # fmt: skip
-    recipe = Recipe(**{name: getattr(arguments, name) for name in names})
-    names = ("batch_tokens", "mesh", "fsdp")
-    runtime = Runtime(
-        **{name: getattr(arguments, name) for name in names}, weights=arguments.weights or "auto"
-    )
-    arch = read_arch(arguments.model)
-    taps = taps_of(recipe, arch)
-    refuse_lens(taps, f"--taps {recipe.taps}")
-    encoders = find_encoders(recipe, taps, arch)
-    splices = find_splices(recipe.splice, taps, arch)
+    given = {name: getattr(arguments, name) for name in (*STEP_OPTIONS, *_RUNTIME)}
+    given = {name: value for name, value in given.items() if value is not None}
+    recipe = Recipe(**{name: given[name] for name in STEP_OPTIONS if name in given})
+    runtime = Runtime(**{name: given[name] for name in _RUNTIME if name in given})
     target = find_target(arguments.topology, arguments.on)
-    question = Question(arch, recipe, runtime, target, encoders, splices)
+    question = Question.of(read_arch(arguments.model), recipe, runtime, target)
     with waiting(f"compiling for {target.name}", quiet=arguments.json):
         if arguments.search:
             found = search(question)

@@ -139,7 +139,7 @@ def plan(arguments: argparse.Namespace) -> None:
     )
     kernels = _kernels(job, runtime, platform, capability, here=target is None)
     arch, dtype = job.checkpoint.arch, job.recipe.compute_dtype
-    recurrence = recurrence_kernel(platform, arch, dtype, capability)
+    recurrence = recurrence_kernel(platform, arch, dtype, capability, wanted=runtime.attention)
     if not arguments.json:
         _print_rows(
             [

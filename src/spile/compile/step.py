@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +30,14 @@ from spile.core.pool import COVARIANCE, JACOBIAN, Pool
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.corpus.pack import Batch, labels_for, slots_for
 from spile.models.config.arch import Arch
+from spile.models.config.kernel_choice import recurrence_kernel, told_recurrence
 from spile.models.config.specs import (
     array_axes,
     axis_sizes,
 )
 from spile.models.files.encoders.sae import SparseEncoder
 from spile.models.files.encoders.tensors import load_arrays
+from spile.models.files.lenses import Lens
 from spile.models.forward.decoder import needs_whole_block
 from spile.models.forward.ops import gpu_capability
 from spile.models.forward.sharding import Shards, make_mesh
@@ -43,18 +45,22 @@ from spile.models.forward.sparse_latents import device_arrays
 from spile.models.forward.splice import load_changes
 from spile.models.forward.weights import LayerSchedule, Params, abstract_params
 from spile.models.layout import Cuts, Layout
-from spile.models.objectives import Objective
+from spile.models.objectives import LOGIT_DIFF, LOSS, Objective
 from spile.models.splices import Splice
 from spile.models.taps import Tap
+from spile.plan.baselines import Baseline, find_baseline
 from spile.plan.compute_dtype import settled_compute_dtype
-from spile.plan.encoders import stored_taps
-from spile.plan.estimate import chosen_layout, row_quantum
+from spile.plan.encoders import find_encoders, stored_taps
+from spile.plan.estimate import chosen_layout, refuse_streamed, row_quantum
+from spile.plan.lenses import find_lens
 from spile.plan.objectives import find_objective
 from spile.plan.pooling import reducing, refuse_sums
 from spile.plan.residency import Machine, Residency, choose_residency, streamed_bytes
 from spile.plan.roofline import MEMORY_SHARE, Roofline, Workload, recomputes, sweet_spot
-from spile.plan.tapped import seq_len_of, taps_of
+from spile.plan.splices import find_splices
+from spile.plan.tapped import seq_len_of, taps_of, writers_of
 from spile.run.step.devices import StepDevices
+from spile.run.step.load import lens_arrays
 from spile.run.step.resident import ResidentStep
 from spile.run.step.settings import StepSettings
 from spile.run.step.step import StagePrograms, Step
@@ -118,13 +124,13 @@ class Question:
         default_factory=dict[str, SparseEncoder]
     )  # by tap
     splices: tuple[Splice, ...] = ()
+    baseline: Baseline | None = None
+    lens: Lens | None = None
 
     def __post_init__(self) -> None:
-        if not self.recipe.taps:
-            raise ConfigError("--taps is missing; give at least one tap, e.g. resid_post:12")
-        taps = taps_of(self.recipe, self.arch)
         if self.pool:
-            refuse_sums(self.pool, self.store_dtype, self.seq_len, taps, self.arch, self.encoders)
+            shape = self.seq_len, self.taps, self.arch
+            refuse_sums(self.pool, self.store_dtype, *shape, self.encoders)
 
     @property
     def seq_len(self) -> int:
@@ -135,10 +141,35 @@ class Question:
         capability = self.target.chip.capability if self.target.chip else gpu_capability()
         return settled_compute_dtype(self.recipe.compute_dtype, self.target.platform, capability)
 
+    @classmethod
+    def of(cls, arch: Arch, recipe: Recipe, runtime: Runtime, target: CompileTarget) -> Self:
+        """Find the encoders, splices, baseline and lens that a recipe names."""
+        if not recipe.taps:
+            raise ConfigError("--taps is missing; give at least one tap, e.g. resid_post:12")
+        taps = taps_of(recipe, arch)
+        return cls(
+            arch,
+            recipe,
+            runtime,
+            target,
+            find_encoders(recipe, taps, arch),
+            find_splices(recipe.splice, taps, arch),
+            find_baseline(recipe, taps, arch, seq_len_of(recipe, arch)),
+            find_lens(recipe, taps, arch),
+        )
+
+    @property
+    def taps(self) -> tuple[Tap, ...]:
+        return taps_of(self.recipe, self.arch)
+
+    @property
+    def writers(self) -> tuple[Tap, ...]:
+        """The taps that edges come from."""
+        return writers_of(self.recipe, self.taps, self.arch)
+
     @cached_property
     def objective(self) -> Objective | None:
-        taps = taps_of(self.recipe, self.arch)
-        return find_objective(self.recipe.objective, taps, self.arch, self.compute_dtype)
+        return find_objective(self.recipe.objective, self.taps, self.arch, self.compute_dtype)
 
     @property
     def store_dtype(self) -> str:
@@ -162,8 +193,7 @@ class Question:
         Raises:
             ConfigError: if the model cannot be split for this layout.
         """
-        arch, target, seq_len = self.arch, self.target, self.seq_len
-        taps = taps_of(self.recipe, arch)
+        arch, target, seq_len, taps = self.arch, self.target, self.seq_len, self.taps
         pool = self.pool if self.pool and self.pool.sums else None
         other = Tap.from_name(pool.beside) if pool and pool.beside else None
         together = taps if other is None else (*taps, other)
@@ -186,6 +216,9 @@ class Question:
             labels=labels_for(_LABELS) if pool and pool.by == COVARIANCE else 0,
             other=other,
             objective=self.objective,
+            compared=self.baseline.width if self.baseline else 0,
+            writers=self.writers,
+            steps=self.recipe.steps or 0,
         )
         work = dataclasses.replace(work, remat=recomputes(work, self.target.memory))
         platform = target.platform if target.chip is None else "accelerator"
@@ -257,24 +290,15 @@ def compile_step(question: Question, layout: Layout) -> Compiled:
     """Compile the step for one layout; block by block if the model does not fit."""
     target, work = question.target, question.workload(layout)
     kept = question.residency(work)
-    if kept.streams and work.other:
-        raise ConfigError(
-            "--reduce cov:TAP: needs the values of two blocks at once, and blocks are streamed; "
-            "leave --weights out, or choose more chips"
-        )
-    if kept.streams and any(each.sae.across for each in work.encoders.values()):
-        raise ConfigError(
-            "--encode-error: errors of a cross-layer transcoder need the values of several blocks "
-            "at once, and blocks are streamed; leave --weights out, or choose more chips"
-        )
     if kept.streams:
+        refuse_streamed(work, kept)
         work = dataclasses.replace(work, rows=kept.batch_rows * layout.groups)
     batch = _full_batch(work)
     begin = time.perf_counter()
     refused: tuple[str, ...] = ()
     programs: Sequence[StagePrograms] = ()
     try:
-        programs = _abstract_step(work, target, kept).compile(batch)
+        programs = _abstract_step(question, work, kept).compile(batch)
     except jax.errors.JaxRuntimeError as error:
         told = str(error)
         if not any(sign in told for sign in _TOO_LARGE):
@@ -326,7 +350,7 @@ def compile_step(question: Question, layout: Layout) -> Compiled:
         collectives=collectives,
         **(_speed(work, target, collectives, kept) if programs else {}),
         compiling=seconds,
-        notes=(*target.notes, *refused, *_said(work, target)),
+        notes=(*target.notes, *refused, *_said(question, work)),
     )
 
 
@@ -385,8 +409,15 @@ def _speed(
     }
 
 
-def _said(work: Workload, target: CompileTarget) -> list[str]:
-    said: list[str] = []
+def _said(question: Question, work: Workload) -> list[str]:
+    target, said = question.target, list[str]()
+    capability = target.chip.capability if target.chip else gpu_capability()
+    recurrence = recurrence_kernel(
+        *(target.platform, work.arch, work.compute_dtype, capability),
+        wanted=question.runtime.attention,
+    )
+    if recurrence:
+        said.append(f"recurrent layers: {told_recurrence(recurrence)}")
     if work.labels:
         said.append(f"sums of {work.labels} labels in a unit; more take as much memory each")
     elif work.pool not in (None, JACOBIAN):
@@ -403,8 +434,9 @@ def _schedule(work: Workload) -> LayerSchedule:
     return LayerSchedule.of(work.arch, work.depth, whole=work.whole)
 
 
-def _abstract_step(work: Workload, target: CompileTarget, kept: Residency) -> Step:
+def _abstract_step(question: Question, work: Workload, kept: Residency) -> Step:
     """Return the step, with shapes in place of weights; a sweep if the model is streamed."""
+    target = question.target
     shards, schedule = _shards(work, target), _schedule(work)
     if kept.streams:
         schedule = dataclasses.replace(schedule, cycles=0)
@@ -416,14 +448,18 @@ def _abstract_step(work: Workload, target: CompileTarget, kept: Residency) -> St
         place=StepDevices(target.devices[0], shards),
         compute_dtype=work.compute_dtype,
         store_dtype=work.store_dtype,
+        attention=question.runtime.attention,
         encoders=work.encoders,
         spliced=tuple(changes),
         pool=work.pool,
         beside=work.other,
         objective=work.objective,
+        writers=work.writers,
+        steps=work.steps or None,
         remat=work.remat,
+        lens_adds=question.lens.adds if question.lens else None,
     )
-    extras, shapes = _extras(work, shards, changes), params_of(work, shards, schedule)
+    extras, shapes = _extras(question, work, shards, changes), params_of(work, shards, schedule)
     if not kept.streams:
         return ResidentStep(shapes, settings, extras)
     options = SweepOptions(rows=work.rows, looks_up=kept.looks_up)
@@ -437,7 +473,9 @@ def _shards(work: Workload, target: CompileTarget) -> Shards | None:
     return Shards(mesh, work.cuts, array_axes(work.arch))
 
 
-def _extras(work: Workload, shards: Shards | None, changes: Mapping[Tap, Partial]) -> Extras:
+def _extras(
+    question: Question, work: Workload, shards: Shards | None, changes: Mapping[Tap, Partial]
+) -> Extras:
     """Shapes in place of the arrays that a step reads besides the weights."""
     shaped = partial(jax.ShapeDtypeStruct, sharding=shards.whole if shards else None)
     stored = stored_taps(work.taps, work.encoders, work.arch, work.seq_len, work.store_dtype)
@@ -446,6 +484,11 @@ def _extras(work: Workload, shards: Shards | None, changes: Mapping[Tap, Partial
         arrays = device_arrays(load_arrays(encoder.sae)[0], activation_dtype(work.compute_dtype))
         return {name: shaped(array.shape, array.dtype) for name, array in arrays.items()}
 
+    def shaped_as(arrays: Any) -> Any:
+        return jax.tree.map(lambda array: shaped(array.shape, array.dtype), arrays)
+
+    baseline = question.baseline
+    lenses, _ = lens_arrays(question.lens, work.taps, activation_dtype(work.compute_dtype))
     return Extras(
         scales={
             name: shaped(info.shape, jnp.dtype("float32"))
@@ -453,9 +496,11 @@ def _extras(work: Workload, shards: Shards | None, changes: Mapping[Tap, Partial
             if info.dtype == "int8"
         },
         encoders={tap: shapes(encoder) for tap, encoder in work.encoders.items()},
-        changes=jax.tree.map(
-            lambda array: shaped(array.shape, array.dtype), tuple(changes.values())
-        ),
+        changes=shaped_as(tuple(changes.values())),
+        lenses=shaped_as(lenses),
+        baselines=shaped_as(baseline.arrays(work.taps, work.writers, work.steps))
+        if baseline
+        else {},
     )
 
 
@@ -476,4 +521,10 @@ def _full_batch(work: Workload) -> Batch:
         pooled["slots"], pooled["sizes"] = zeros, np.zeros((work.rows, work.slots), np.int32)
     if work.labels:
         pooled["labels"] = np.zeros((work.rows, work.labels), np.int32)
+    if work.objective and work.objective.kind in (LOSS, LOGIT_DIFF):
+        pooled["aimed"] = zeros.astype(np.int8)
+    if work.objective and work.objective.kind == LOGIT_DIFF:
+        pooled["answers"] = np.zeros((*zeros.shape, 2), np.int32)
+    if work.compared:
+        pooled["beside"] = np.zeros((*zeros.shape, work.compared), np.float32)
     return Batch(zeros, zeros, zeros, full, None, full, contexts=_CONTEXTS, **pooled)

@@ -51,6 +51,12 @@ PROMPT_OPTIONS = (
     "prompt_suffix", "system", "template", "text_documents", "filter", "shuffle_docs", "fraction",
     "holdout", "part", "dedupe", "max_doc_bytes", "keep", "max_docs",
 )  # fmt: skip
+# Those that change the program of a step, which `spile compile` takes, too.
+STEP_OPTIONS = (
+    "taps", "encode", "latents", "encode_error", "attn_top", "top_logits", "objective", "baseline",
+    "writers", "steps", "lens", "splice", "pool", "reduce", "seq_len", "compute_dtype",
+    "store_dtype",
+)  # fmt: skip
 
 
 def activation_dtype(compute_dtype: str) -> str:
@@ -148,7 +154,7 @@ class Recipe(Options):
     writers: str | None = option(
         "what SITE_edge taps multiply with the gradient, for edge attribution patching: values "
         "that are added to the residual stream, spelled as in --taps, e.g. "
-        "embed,attn_out:all,mlp_out:all",
+        "embed,attn_out:all,mlp_out:all; or each head, z:all",
         kind="list",
     )
     steps: int | None = count(
@@ -393,7 +399,8 @@ class Runtime(Options):
         topic="devices",
     )
     attention: str = option(
-        "attention kernel: auto, mosaic, cudnn, triton, wide, splash, or blocked (plain products) "
+        "attention kernel: auto, mosaic, cudnn, triton, wide, splash, or blocked (plain products, "
+        "of recurrent layers, too) "
         "[auto: the fastest that supports the model on this device]",
         default="auto",
         choices=("auto", "mosaic", "cudnn", "triton", "wide", "splash", "blocked"),

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from spile.core.config import STORE_DTYPES, Runtime
 from spile.core.errors import ConfigError
-from spile.core.pool import COVARIANCE, Pool, is_reduced, reduces
+from spile.core.pool import COVARIANCE, JACOBIAN, is_reduced, reduces
 from spile.core.system import available_memory
 from spile.core.tensors import DTYPES_BY_NAME, HEADER_ALIGN
 from spile.core.threads import mapped
@@ -22,6 +22,7 @@ from spile.corpus.pack import labels_for, slots_for
 from spile.dataset.codec.columns import Ints
 from spile.dataset.records.ledger import Ledger
 from spile.dataset.records.table import Table
+from spile.models.config.arch import Arch
 from spile.models.config.specs import axis_sizes
 from spile.models.layout import ONE_DEVICE, Cuts, Layout, fitting_layout, parse_layout
 from spile.models.splices import FUNCTION
@@ -127,39 +128,39 @@ def _planned_residency(job: ExtractionJob, runtime: Runtime, machine: Machine) -
         most_rows=-(-largest // job.recipe.seq_len // cuts.layout.groups),
         files=job.checkpoint.files,
     )
-    if found.streams and job.beside:
-        raise ConfigError(
-            f"{Pool.parse(job.recipe.pool or '').flag}: needs the values of two blocks at "
-            "once, and blocks are streamed; leave --weights out, or use more devices"
-        )
-    if found.streams and job.writers:
-        raise ConfigError(
-            f"--writers: edges need the values of several blocks at once, and here {found}; leave "
-            "--weights out, or use more devices"
-        )
-    if found.streams and job.crosses:
-        raise ConfigError(
-            "--encode-error: errors of a cross-layer transcoder need the values of several blocks "
-            f"at once, and here {found}; leave --weights out, or use more devices"
-        )
-    if found.streams and job.recipe.steps:
-        raise ConfigError(
-            f"--steps: integrated gradients need every block on the device, and here {found}; "
-            "leave --weights out, or use more devices"
-        )
-    if found.streams and job.objective:
-        if not goes_back(job):
-            raise ConfigError(
-                "gradients of blocks that lend keys, or have embeddings of their own, need every "
-                f"block on the device, and here {found}; leave --weights out, or use more devices"
-            )
-        found = _with_streams_kept(found, step_of(job, found.batch_rows, platform, cuts))
+    if found.streams:
+        work = step_of(job, found.batch_rows, platform, cuts)
+        refuse_streamed(work, found)
+        found = _with_streams_kept(found, work) if job.objective else found
     return found
 
 
-def goes_back(job: ExtractionJob) -> bool:
+def refuse_streamed(work: Workload, found: Residency) -> None:
+    """Raise if a step needs several blocks at once, and they are streamed."""
+    told: str | None = None
+    if work.other:
+        kind = "jacobian" if work.pool == JACOBIAN else "cov"
+        told = f"--reduce {kind}:{work.other.name}: needs the values of two blocks at once"
+    elif work.writers:
+        told = "--writers: edges need the values of several blocks at once"
+    elif any(encoder.sae.across for encoder in work.encoders.values()):
+        told = (
+            "--encode-error: errors of a cross-layer transcoder need the values of several blocks "
+            "at once"
+        )
+    elif work.steps:
+        told = "--steps: integrated gradients need every block on the device"
+    elif work.objective and not goes_back(work.arch):
+        told = (
+            "gradients of blocks that lend keys, or have embeddings of their own, need every block "
+            "on the device"
+        )
+    if told:
+        raise ConfigError(f"{told}, and here {found}; leave --weights out, or use more devices")
+
+
+def goes_back(arch: Arch) -> bool:
     """Return whether a sweep can compute gradients: nothing but the stream passes blocks."""
-    arch = job.checkpoint.arch
     return not (arch.lends or arch.layer_embed)
 
 

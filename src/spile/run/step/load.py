@@ -8,7 +8,7 @@ The scales of int8 channels are measured once, on a dataset's first contexts, an
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -28,6 +28,7 @@ from spile.dataset.codec.quantization import DECODED, INT8_MAX
 from spile.dataset.format import SCALE_DTYPE
 from spile.models.config.specs import array_axes
 from spile.models.files.encoders.tensors import load_arrays
+from spile.models.files.lenses import Lens
 from spile.models.forward.decoder import needs_whole_block
 from spile.models.forward.sharding import Shards, make_mesh
 from spile.models.forward.sparse_latents import device_arrays
@@ -37,7 +38,7 @@ from spile.models.forward.weight_loader import ArrayLoader
 from spile.models.forward.weights import LayerSchedule, Params, abstract_params
 from spile.models.layout import Cuts
 from spile.models.sites import LENSES
-from spile.models.taps import sites_on_paths
+from spile.models.taps import Tap
 from spile.plan.estimate import goes_back
 from spile.plan.job import ExtractionJob, prepare_unit
 from spile.plan.residency import Residency
@@ -54,6 +55,25 @@ _log = logging.getLogger("spile.run")
 _ENOUGH = 16_384  # kept tokens to measure
 _HEADROOM = 1.25  # over the largest value seen; larger values are clipped, and counted
 _Model = TypeVar("_Model", Params, SweptModel)
+
+
+def lens_arrays(
+    lens: Lens | None, taps: Sequence[Tap], dtype: str
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Return a lens's arrays by the first tap of each layer that reads it, and their hashes."""
+    found, hashes, layers = dict[str, dict[str, Any]](), dict[str, str](), set[int | None]()
+    for tap in taps if lens else ():
+        if tap.site not in LENSES or tap.layer in layers:
+            continue
+        layers.add(tap.layer)
+        assert lens and tap.layer is not None
+        arrays = lens.load(tap.layer)
+        for name, array in arrays.items():
+            digest = xxhash.xxh3_128_hexdigest(as_bytes(array))
+            hashes[f"lens at layer {tap.layer}: {name}"] = digest
+        arrays["matrix"] = arrays["matrix"].astype(DTYPES_BY_NAME[dtype])
+        found[tap.name] = {**arrays}
+    return found, hashes
 
 
 @dataclass(frozen=True)
@@ -210,7 +230,7 @@ class StepLoader:
             encoders[tap] = device_arrays(arrays, computed)
             hashes |= {f"encoder of {tap}: {name}": digest for name, digest in digests.items()}
         changes, digests = load_changes(job.splices, computed, self._shards)
-        lenses, own = self._lens_arrays(computed)
+        lenses, own = lens_arrays(job.lens, job.taps, computed)
         settings = StepSettings(
             arch=job.checkpoint.arch,
             taps=job.computed,
@@ -230,46 +250,16 @@ class StepLoader:
             writers=job.writers,
             remat=bool(self.recomputes),
         )
-        extras = Extras({}, encoders, tuple(changes.values()), lenses, self._baselines)
+        baselines = job.baseline.arrays(job.taps, job.writers, recipe.steps) if job.baseline else {}
+        extras = Extras({}, encoders, tuple(changes.values()), lenses, baselines)
         return settings, extras, hashes | digests | own
-
-    @property
-    def _baselines(self) -> dict[str, np.ndarray]:
-        """What attributions are differences from: see `Extras.baselines`."""
-        baseline = self.job.baseline
-        if baseline is None:
-            return {}
-        summed = [tap for tap in self.job.taps if tap.kind.summed]
-        found = {tap.name: baseline.of_tap(tap.source) for tap in summed}
-        found |= {tap.name: baseline.of_tap(tap) for tap in self.job.writers}
-        if self.job.recipe.steps:
-            for place, taps in sites_on_paths(self.job.taps).items():
-                found[place.name] = baseline.of_tap(replace(taps[0].source, heads=()))
-        return found
-
-    def _lens_arrays(self, dtype: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """Return a lens's arrays by the first tap of each layer that reads it, and their hashes."""
-        lens, found, hashes = self.job.lens, dict[str, dict[str, Any]](), dict[str, str]()
-        layers = set[int | None]()
-        for tap in self.job.taps if lens else ():
-            if tap.site not in LENSES or tap.layer in layers:
-                continue
-            layers.add(tap.layer)
-            assert lens and tap.layer is not None
-            arrays = lens.load(tap.layer)
-            for name, array in arrays.items():
-                digest = xxhash.xxh3_128_hexdigest(as_bytes(array))
-                hashes[f"lens at layer {tap.layer}: {name}"] = digest
-            arrays["matrix"] = arrays["matrix"].astype(DTYPES_BY_NAME[dtype])
-            found[tap.name] = {**arrays}
-        return found, hashes
 
     @property
     def _swept(self) -> bool:
         # (Values of two blocks meet in one program, which a sweep does not have.)
         job = self.job
         whole = job.beside or job.recipe.steps or job.writers or job.crosses
-        whole = whole or (job.objective and not goes_back(job))
+        whole = whole or (job.objective and not goes_back(job.checkpoint.arch))
         return self.residency.streams or (self.device.platform == "cpu" and not whole)
 
     @cached_property
