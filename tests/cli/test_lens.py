@@ -16,7 +16,7 @@ def test_what_cannot_be_fitted_is_refused(model: Path, corpus: Path, tmp_path: P
         (("--kind", "jacobian", "--ridge", "0.1"), "--refine and --ridge are for --kind tuned"),
         (("--kind", "tuned", "--learning-rate", "0.1"), "--learning-rate 0.1: give a positive"),
         (("--kind", "tuned", "--refine", "5", "--learning-rate", "nan"), "--learning-rate nan"),
-        (("--kind", "tuned", "--weights", "disk"), "blocks are streamed; leave --weights out"),
+        (("--kind", "tuned", "--weights", "disk"), "leave --weights out, or use more"),
     ]
     for more, why in refused:
         check_refused(run(*common, *more), 2, why)

@@ -39,7 +39,7 @@ def test_the_divergence_falls_and_a_stopped_run_continues(
         (tmp_path / folder).mkdir(exist_ok=True)
         return refine(
             recipe, TARGET, maps, spreads, LocalObjects(tmp_path / folder),
-            RefineOptions(steps, 5e-3), identity="x", runtime=RUNTIME,
+            RefineOptions(steps), identity="x", runtime=RUNTIME,
         )  # fmt: skip
 
     whole = run("whole")

@@ -65,13 +65,13 @@ def add_lens(verbs: Verbs) -> None:
     )
     fitted.add(
         "--refine",
-        "of a tuned lens: then take N steps of Adam, of 1,024 tokens each, that lower the KL "
+        "of a tuned lens: then take N steps of Muon, of 1,024 tokens each, that lower the KL "
         "divergence from the model's own predictions [0]",
         "N",
         type=int,
         default=0,
     )
-    fitted.add("--learning-rate", "of these steps; it falls to zero [1e-4]", "X", type=float)
+    fitted.add("--learning-rate", "of these steps; it falls to zero [0.02]", "X", type=float)
     add_recipe_flags(sub)
     sub.switch("--log-json", "print progress and log as JSON objects on stderr, one a line")
     add_options(sub, "engine", RayOptions)

@@ -1,8 +1,10 @@
 """Refine a tuned lens: lower the KL divergence between the model's predictions and the lens's.
 
-Adam takes one step for each batch of rows, straight from the model (`spile.stream`), whose order a
-seed fixes. Maps are in units of each channel's spread, so that one learning rate serves channels of
-very different sizes. The state is stored every few steps, and a refinement continues from there.
+Muon takes one step for each batch of rows, straight from the model (`spile.stream`), whose order a
+seed fixes: momentum, made orthogonal, so that a step moves all directions of a map by the same
+length, whatever the size of their gradients. Maps are in units of each channel's spread: one
+learning rate serves channels, and models, of very different sizes. The state is stored every few
+steps, and a refinement continues from there.
 """
 
 # Strict, but for values that jax's own types leave unknown.
@@ -33,11 +35,14 @@ from spile.objects import Objects, exists
 from spile.run.stream import stream
 
 ROWS = 1024  # of a batch
-RATE = 1e-4  # of Adam, in units of spreads; it falls to zero
+RATE = 0.02  # in units of spreads; it falls to zero
 STATE = "refining.pt"
 _EVERY = 25  # steps between two stored states
 _WINDOW = 16  # batches whose rows are in random order
-_ADAM = 0.9, 0.999, 1e-8
+_MOMENTUM = 0.9
+# Of x -> a x + (b s + c s²) x with s = x x': five times bring singular values near to 1 (Jordan,
+# 2024: kellerjordan.github.io/posts/muon).
+_NEWTON_SCHULZ, _ITERATIONS = (3.4445, -4.775, 2.0315), 5
 
 Maps = Mapping[str, tuple[np.ndarray, np.ndarray]]  # by tap: the matrix and bias of the map
 
@@ -51,12 +56,10 @@ class RefineOptions:
 
 
 class _State(NamedTuple):
-    """What Adam changes; the first axis of every array is layers."""
+    """What a step changes; the first axis is layers. Biases are the last column."""
 
-    matrices: Array
-    biases: Array
-    firsts: tuple[Array, Array]  # moments of the gradients
-    seconds: tuple[Array, Array]
+    maps: Float[Array, "layers out in+1"]
+    momentum: Float[Array, "layers out in+1"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def refine(
     names = [*maps]
     taps = ",".join([*names, target])
     rows = replace(recipe, taps=taps, reduce=None, store_dtype="float32")
-    told = json.dumps([identity, names, options.steps, options.rate, ROWS], sort_keys=True)
+    told = json.dumps([identity, names, options.steps, options.rate, ROWS, "muon"])
     ours, theirs = (_scales([spreads[n] for n in names]), _scales([spreads[target]]))
     state = _begin(maps, ours, theirs)
     kls = np.zeros((options.steps, len(names)))
@@ -109,7 +112,7 @@ def refine(
             batch = next(batches)
             x = np.stack([np.asarray(batch[name]) for name in names])
             rate = options.rate * (1 - step / options.steps)
-            state, losses = change(state, x, np.asarray(batch[target]), rate, step + 1.0)
+            state, losses = change(state, x, np.asarray(batch[target]), rate)
             kls[step] = np.asarray(losses)
             if (step + 1) % _EVERY == 0 or step + 1 == options.steps:
                 _store(objects, told, step + 1, batches.state_dict(), kls, state)
@@ -134,14 +137,13 @@ def _begin(maps: Maps, ours: np.ndarray, theirs: np.ndarray) -> _State:
     matrices = np.stack([matrix for matrix, _ in maps.values()])
     scaled = matrices * ours[:, None, :] / theirs[:, :, None]
     biases = np.stack([bias for _, bias in maps.values()]) / theirs
-    both = jnp.asarray(scaled, jnp.float32), jnp.asarray(biases, jnp.float32)
-    nothing = jnp.zeros_like(both[0]), jnp.zeros_like(both[1])
-    return _State(*both, nothing, nothing)
+    both = jnp.asarray(np.concatenate([scaled, biases[:, :, None]], axis=2), jnp.float32)
+    return _State(both, jnp.zeros_like(both))
 
 
 def _unscaled(state: _State, ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    matrices = np.asarray(state.matrices) * theirs[:, :, None] / ours[:, None, :]
-    return matrices, np.asarray(state.biases) * theirs
+    both = np.asarray(state.maps) * theirs[:, :, None]
+    return both[:, :, :-1] / ours[:, None, :], both[:, :, -1]
 
 
 def _stepping(recipe: Recipe, ours: np.ndarray, theirs: np.ndarray) -> Any:
@@ -153,35 +155,31 @@ def _stepping(recipe: Recipe, ours: np.ndarray, theirs: np.ndarray) -> Any:
     outer = ArrayLoader(checkpoint, schedule, jnp.dtype("float32"), None).outer(head=True)
 
     def step(
-        outer: WeightArrays, state: _State, x: Array, y: Array, rate: Array, number: Array
+        outer: WeightArrays, state: _State, x: Array, y: Array, rate: Array
     ) -> tuple[_State, Array]:
         wanted = jax.nn.log_softmax(_logits(outer, y, arch), axis=-1)
 
         def one(layer: tuple[Any, ...]) -> tuple[Any, ...]:
-            (matrix, bias, firsts, seconds), own, scale = layer
+            (both, momentum), own, scale = layer
 
-            def loss(matrix: Array, bias: Array) -> Array:
-                moved = (own / scale[None, :]) @ matrix.T + bias[None, :]
+            def loss(both: Array) -> Array:
+                moved = (own / scale[None, :]) @ both[:, :-1].T + both[None, :, -1]
                 found = _logits(outer, own + moved * theirs, arch)
                 logs = jax.nn.log_softmax(found, axis=-1)
                 return (jnp.exp(wanted) * (wanted - logs)).sum(axis=-1).mean()
 
-            kl, gradients = jax.value_and_grad(loss, (0, 1))(matrix, bias)
-            moved = [
-                _adam(*each, rate, number)
-                for each in zip((matrix, bias), gradients, firsts, seconds, strict=True)
-            ]
-            (matrix, *of_matrix), (bias, *of_bias) = moved
-            firsts, seconds = zip(of_matrix, of_bias, strict=True)
-            return _State(matrix, bias, firsts, seconds), kl
+            kl, gradient = jax.value_and_grad(loss)(both)
+            momentum = _MOMENTUM * momentum + (1 - _MOMENTUM) * gradient
+            ahead = _MOMENTUM * momentum + (1 - _MOMENTUM) * gradient  # as Nesterov does
+            return _State(both - rate * _orthogonal(ahead), momentum), kl
 
         return jax.lax.map(one, (state, x, jnp.asarray(ours)))
 
     compiled = jax.jit(step)
 
-    def run(state: _State, x: np.ndarray, y: np.ndarray, rate: float, number: float) -> Any:
+    def run(state: _State, x: np.ndarray, y: np.ndarray, rate: float) -> Any:
         with jax.default_matmul_precision("highest"):
-            return compiled(outer, state, x, y, np.float32(rate), np.float32(number))
+            return compiled(outer, state, x, y, np.float32(rate))
 
     return run
 
@@ -192,14 +190,14 @@ def _logits(
     return head_values(outer, stream[None], arch, ("logits",), {})["logits"][0]
 
 
-def _adam(
-    value: Array, gradient: Array, first: Array, second: Array, rate: Array, number: Array
-) -> tuple[Array, Array, Array]:
-    one, two, least = _ADAM
-    first = one * first + (1 - one) * gradient
-    second = two * second + (1 - two) * gradient * gradient
-    mean, square = first / (1 - one**number), second / (1 - two**number)
-    return value - rate * mean / (jnp.sqrt(square) + least), first, second
+def _orthogonal(matrix: Float[Array, "out in"]) -> Float[Array, "out in"]:
+    """Return about the nearest matrix whose singular values are all 1."""
+    first, second, third = _NEWTON_SCHULZ
+    found = matrix / jnp.maximum(jnp.linalg.norm(matrix), jnp.finfo(matrix.dtype).tiny)
+    for _ in range(_ITERATIONS):
+        square = found @ found.T
+        found = first * found + (second * square + third * square @ square) @ found
+    return found
 
 
 # -- the stored state ------------------------------------------------------------------------------
@@ -230,6 +228,5 @@ def _stored(objects: Objects, told: str) -> tuple[int, dict[str, Any], np.ndarra
     def array(info: TensorInfo) -> np.ndarray:
         return np.frombuffer(data[info.start : info.stop], info.dtype).reshape(info.shape).copy()
 
-    leaves = [jnp.asarray(array(stored["arrays"][str(n)])) for n in range(6)]
-    state = _State(leaves[0], leaves[1], (leaves[2], leaves[3]), (leaves[4], leaves[5]))
+    state = _State(*(jnp.asarray(array(stored["arrays"][str(n)])) for n in range(2)))
     return stored["step"], json.loads(stored["place"]), array(stored["kls"]), state
