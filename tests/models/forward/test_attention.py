@@ -330,3 +330,42 @@ def test_bfloat16_stays_within_its_own_rounding(name: str, sinks: np.ndarray | N
     real = segments > 0
     wanted = one_by_one((q, k, v), segments, scoring, sinks)[real]
     assert np.abs(np.asarray(found, np.float32)[real] - wanted).max() < 2**-6
+
+
+@pytest.mark.parametrize("sinks", [None, SINKS])
+@pytest.mark.parametrize("size", [5, 16])
+def test_gradients_in_blocks_are_those_of_the_definition(
+    size: int, sinks: np.ndarray | None
+) -> None:
+    arrays = [jnp.asarray(a) for a in values(np.random.default_rng(3))]
+    segments, positions = map(jnp.asarray, places([[20, 12], [37], [1, 9, 9]]))
+    scoring = Scoring(0.7, window=17, cap=2.0, sinks=None if sinks is None else jnp.asarray(sinks))
+    real = (segments > 0)[..., None, None]
+
+    def found(attention: Attention) -> Any:
+        def total(*arrays: jax.Array) -> jax.Array:
+            out = attention(segments, positions)(*arrays, scoring)
+            return jnp.sum(jnp.where(real, jnp.sin(3 * out), 0.0))
+
+        return jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*arrays)
+
+    for own, wanted in zip(found(partial(blocked, block=size)), found(masked), strict=True):
+        np.testing.assert_allclose(own, wanted, atol=2e-5 * np.abs(np.asarray(wanted)).max())
+
+
+def test_a_backward_pass_keeps_no_scores() -> None:
+    """Its memory grows with the tokens, as that of the forward pass does, not with their pairs."""
+
+    def memory(seq: int) -> int:
+        segments, positions = jnp.ones((1, seq), jnp.int32), jnp.arange(seq)[None]
+
+        def layers(q: jax.Array) -> jax.Array:
+            def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+                return blocked(segments, positions, block=32)(x, x, x, PLAIN), None
+
+            return jnp.sum(jax.lax.scan(layer, q, None, length=4)[0])
+
+        q = jax.ShapeDtypeStruct((1, seq, 2, DIM), jnp.float32)
+        return jax.jit(jax.grad(layers)).lower(q).compile().memory_analysis().temp_size_in_bytes
+
+    assert memory(2048) < 2.5 * memory(1024)

@@ -6,8 +6,8 @@ nearest of them.
 """
 
 # Strict, but for values that jax's own types leave unknown.
-# pyright: reportUnknownLambdaType=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -128,6 +128,28 @@ def blocked(segments: Places, positions: Places, block: int = 128) -> Attend:
     return partial(_blocked, segments, positions, min(block, segments.size))
 
 
+class _Blocks(NamedTuple):
+    """How blocks of queries look back."""
+
+    tokens: int  # of a block
+    lead: int  # tokens before the first, so that the widest look back stays inside the arrays
+    widths: tuple[int, ...]  # in blocks
+    scoring: Scoring  # without arrays
+
+
+class _Operands(NamedTuple):
+    """What blocks read besides queries, keys and values."""
+
+    context: Int[Array, " tokens"]  # with `lead`; -1: padding
+    choice: Int[Array, " blocks"]  # the width of each, as a place among `widths`
+    sinks: Float[Array, " heads"] | None
+    slopes: Float[Array, " heads"] | None
+
+
+# Queries [blocks, key heads, their heads x tokens, dim]; keys and values [key heads, tokens, dim].
+_Given = tuple[Array, Array, Array]
+
+
 def _blocked(
     segments: Places,
     positions: Places,
@@ -160,56 +182,134 @@ def _blocked(
     earliest = jnp.min(jnp.where(context >= 0, first, total).reshape(count, block), axis=1)
     needed = jnp.arange(count) - jnp.minimum(earliest // block, jnp.arange(count)) + 1
     farthest = seq if scoring.window is None else min(seq, scoring.window)
-    widths = _widths(min(count, -(-farthest // block) + 1))
+    widths = tuple(_widths(min(count, -(-farthest // block) + 1)))
     choice = jnp.searchsorted(jnp.asarray(widths), needed)
-
-    lead = (widths[-1] - 1) * block  # so that the widest look back stays inside the arrays
+    lead = (widths[-1] - 1) * block
 
     def by_head(x: Array) -> Array:
         return jnp.pad(flat(x), ((lead, 0), (0, 0), (0, 0))).swapaxes(0, 1)
 
-    keys, values = by_head(k), by_head(v)  # [kv heads, lead + tokens, dim]
-    key_context = jnp.pad(context, (lead, 0), constant_values=-1)
     queries = flat(q * jnp.asarray(scoring.scale, q.dtype))
     queries = queries.reshape(count, block, kv_heads, group, dim).transpose(0, 2, 3, 1, 4)
     queries = queries.reshape(count, kv_heads, group * block, dim)
+    behind = jnp.pad(context, (lead, 0), constant_values=-1)
+    operands = _Operands(behind, choice, scoring.sinks, scoring.slopes)
+    blocks = _Blocks(block, lead, widths, replace(scoring, sinks=None, slopes=None))
+    out: Array = _over_blocks(blocks, (queries, by_head(k), by_head(v)), operands)
+    out = out.reshape(count, kv_heads, group, block, -1).transpose(0, 3, 1, 2, 4)
+    return out.reshape(count * block, heads, -1)[:total].reshape(rows, seq, heads, -1)
 
-    def attend(width: int, i: Array) -> Array:
-        size = width * block
-        behind = partial(
-            jax.lax.dynamic_slice_in_dim, start_index=lead + (i + 1) * block - size, slice_size=size
-        )
-        scores = jnp.einsum(
-            "hqd,hkd->hqk", queries[i], behind(keys, axis=1), preferred_element_type=jnp.float32
-        ).reshape(kv_heads, group, block, size)
-        scores = softcap(scores, scoring.cap)
-        ago = jnp.arange(block)[:, None] - (jnp.arange(size)[None, :] - (size - block))
-        if scoring.slopes is not None:
-            fall = scoring.slopes.reshape(kv_heads, group, 1, 1)
-            scores = scores - fall * ago.astype(jnp.float32)[None, None]
-        own = jax.lax.dynamic_slice_in_dim(context, i * block, block)
-        visible = (own[:, None] == behind(key_context)[None, :]) & (ago >= 0)
-        if scoring.window is not None:
-            visible &= ago < scoring.window
-        scores = jnp.where(visible[None, None], scores, HIDDEN)
-        highest, beside = scores.max(axis=-1, keepdims=True), 0.0
-        if scoring.sinks is not None:
-            sink = scoring.sinks.astype(jnp.float32).reshape(kv_heads, group, 1, 1)
-            highest = jnp.maximum(highest, sink)
-            beside = jnp.exp(sink - highest)
-        weights = jnp.exp(scores - highest)
-        out = jnp.einsum(
-            "hqk,hkd->hqd",
-            weights.astype(v.dtype).reshape(kv_heads, group * block, size),
-            behind(values, axis=1),
-            preferred_element_type=jnp.float32,
-        ).reshape(kv_heads, group, block, v.shape[-1])
-        return (out / (weights.sum(axis=-1, keepdims=True) + beside)).astype(q.dtype)
 
-    branches = [partial(attend, width) for width in widths]
-    out = jax.lax.map(lambda i: jax.lax.switch(choice[i], branches, i), jnp.arange(count))
-    out = out.transpose(0, 3, 1, 2, 4).reshape(count * block, heads, -1)
-    return out[:total].reshape(rows, seq, heads, -1)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _over_blocks(blocks: _Blocks, given: _Given, operands: _Operands) -> Array:
+    """Attend in every block. Queries, keys and values have gradients.
+
+    The backward pass computes scores again, block by block. What jax would keep of all blocks is
+    hundreds of times as large as the stream.
+    """
+    queries, keys, values = given
+
+    def one(i: Array) -> Array:
+        def back(width: int) -> Array:
+            keyed, valued = (_behind(blocks, width, i, each) for each in (keys, values))
+            return _look_back(blocks, width, operands, i, queries[i], keyed, valued)
+
+        return jax.lax.switch(operands.choice[i], [partial(back, w) for w in blocks.widths])
+
+    return jax.lax.map(one, jnp.arange(len(queries)))
+
+
+def _kept(
+    blocks: _Blocks, given: _Given, operands: _Operands
+) -> tuple[Array, tuple[_Given, _Operands]]:
+    return _over_blocks(blocks, given, operands), (given, operands)
+
+
+def _back_over_blocks(
+    blocks: _Blocks, kept: tuple[_Given, _Operands], cotangent: Array
+) -> tuple[_Given, None]:
+    (queries, keys, values), operands = kept
+    # Every second width, up to the widest: a compiler takes long for each.
+    widths = blocks.widths[::-2][::-1]
+    enough = jnp.asarray([min(w for w in widths if w >= each) for each in blocks.widths])
+    choice = jnp.searchsorted(jnp.asarray(widths), enough[operands.choice])
+    widest = widths[-1]
+
+    def one(totals: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], Array]:
+        def back(width: int) -> _Given:
+            run = partial(_look_back, blocks, width, operands, i)
+            keyed, valued = (_behind(blocks, width, i, each) for each in (keys, values))
+            own, *parts = jax.vjp(run, queries[i], keyed, valued)[1](cotangent[i])
+            over = (widest - width) * blocks.tokens
+            parts = [jnp.pad(each, ((0, 0), (over, 0), (0, 0))) for each in parts]
+            return own, parts[0], parts[1]
+
+        own, *parts = jax.lax.switch(choice[i], [partial(back, width) for width in widths])
+
+        def added(total: Array, part: Array) -> Array:
+            summed = _behind(blocks, widest, i, total) + part.astype(jnp.float32)
+            first = _first(blocks, widest, i)
+            return jax.lax.dynamic_update_slice_in_dim(total, summed, first, axis=1)
+
+        return (added(totals[0], parts[0]), added(totals[1], parts[1])), own
+
+    begin = jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32)
+    (keyed, valued), own = jax.lax.scan(one, begin, jnp.arange(len(queries)))
+    return (own, keyed.astype(keys.dtype), valued.astype(values.dtype)), None
+
+
+_over_blocks.defvjp(_kept, _back_over_blocks)
+
+
+def _first(blocks: _Blocks, width: int, i: Array) -> Array:
+    """The place of the first token that a block sees, if it looks back over a width."""
+    return blocks.lead + (i + 1 - width) * blocks.tokens
+
+
+def _behind(blocks: _Blocks, width: int, i: Array, values: Array) -> Array:
+    """What a block sees of values [..., tokens, dim]; of one number for each token, [tokens]."""
+    axis = max(values.ndim - 2, 0)
+    size = width * blocks.tokens
+    return jax.lax.dynamic_slice_in_dim(values, _first(blocks, width, i), size, axis)
+
+
+def _look_back(
+    blocks: _Blocks,
+    width: int,
+    operands: _Operands,
+    i: Array,
+    queries: Array,
+    keys: Array,
+    values: Array,
+) -> Array:
+    """Attend in one block, whose queries come with all that they may see."""
+    scoring, block, size = blocks.scoring, blocks.tokens, keys.shape[1]
+    shape = (len(keys), queries.shape[1] // block, block)
+    scores = jnp.einsum("hqd,hkd->hqk", queries, keys, preferred_element_type=jnp.float32)
+    scores = softcap(scores.reshape(*shape, size), scoring.cap)
+    ago = jnp.arange(block)[:, None] - (jnp.arange(size)[None, :] - (size - block))
+    if operands.slopes is not None:
+        fall = operands.slopes.reshape(*shape[:2], 1, 1)
+        scores = scores - fall * ago.astype(jnp.float32)[None, None]
+    seen = _behind(blocks, width, i, operands.context)
+    visible = (seen[size - block :, None] == seen[None, :]) & (ago >= 0)
+    if scoring.window is not None:
+        visible &= ago < scoring.window
+    scores = jnp.where(visible[None, None], scores, HIDDEN)
+    highest, beside = scores.max(axis=-1, keepdims=True), 0.0
+    if operands.sinks is not None:
+        sink = operands.sinks.astype(jnp.float32).reshape(*shape[:2], 1, 1)
+        highest = jnp.maximum(highest, sink)
+        beside = jnp.exp(sink - highest)
+    weights = jnp.exp(scores - highest)
+    out = jnp.einsum(
+        "hqk,hkd->hqd",
+        weights.astype(values.dtype).reshape(*queries.shape[:2], size),
+        values,
+        preferred_element_type=jnp.float32,
+    ).reshape(*shape, values.shape[-1])
+    found = out / (weights.sum(axis=-1, keepdims=True) + beside)
+    return found.astype(queries.dtype).reshape(*queries.shape[:2], -1)
 
 
 def narrowed(segments: Places, positions: Places, *, attention: Attention) -> Attend:

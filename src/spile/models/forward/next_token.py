@@ -4,6 +4,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from collections.abc import Collection, Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +35,13 @@ def next_token(
     else:
         values = ids = None
         most = wide.max(axis=-1, keepdims=True)
+    # (What is returned does not depend on it, so it needs no gradient.)
+    most = jax.lax.stop_gradient(most)
     shifted = wide - most
     weights = jnp.exp(shifted)
     total = weights.sum(axis=-1)
     log_total = jnp.log(total)
-    own = jnp.take_along_axis(wide, targets[..., None], axis=-1)
+    own: Array = _chosen(wide.shape[-1], wide, targets[..., None])
     if "next_rank" in wanted:
         # On a GPU, XLA then reads the logits once for the sum above and for the rank.
         own = jax.lax.optimization_barrier(own)
@@ -61,6 +64,27 @@ def next_token(
         found["top_token_ids"] = jnp.where(sound[..., None], ids, -1)
         found["top_logprobs"] = (values - most) - log_total[..., None]
     return {site: values for site, values in found.items() if site in wanted}
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chosen(
+    vocab: int, values: Float[Array, "*tokens vocab"], places: Int[Array, "*tokens 1"]
+) -> Float[Array, "*tokens 1"]:
+    """Take one value of each token. Its gradient scatters nothing, so XLA fuses it with others."""
+    return jnp.take_along_axis(values, places, axis=-1)
+
+
+def _taken(vocab: int, values: Array, places: Array) -> tuple[Array, Array]:
+    return _chosen(vocab, values, places), places
+
+
+def _given_back(vocab: int, places: Array, cotangent: Array) -> tuple[Array, None]:
+    shape = (*places.shape[:-1], vocab)
+    number = jax.lax.broadcasted_iota(places.dtype, shape, places.ndim - 1)
+    return jnp.where(number == places, cotangent, 0.0), None
+
+
+_chosen.defvjp(_taken, _given_back)
 
 
 _LARGEST = ("top_token_ids", "top_logprobs")
