@@ -8,7 +8,6 @@ not have is named once, with the reason.
 """
 
 import argparse
-import os
 from functools import partial
 from typing import Any
 
@@ -85,7 +84,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--seconds", type=float, default=0.3)
     options = parser.parse_args()
-    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    from spile.run.world.devices import prefer_xla_flags
+
+    prefer_xla_flags()
 
     import jax
 

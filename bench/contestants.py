@@ -24,7 +24,9 @@ WARM_UP = 4  # steps
 
 def limit(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the sustained rate of the model's matrix products alone, chained in a scan."""
-    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    from spile.run.world.devices import prefer_xla_flags
+
+    prefer_xla_flags()
     import jax
     import jax.numpy as jnp
 

@@ -454,7 +454,9 @@ def main() -> None:
     parser.add_argument("--profile", type=int, default=0, metavar="N")
     parser.add_argument("--parity", action="store_true")
     options = parser.parse_args()
-    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    from spile.run.world.devices import prefer_xla_flags
+
+    prefer_xla_flags()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if options.hf:
         import transformers

@@ -1,11 +1,13 @@
 """What gradients at every block's output add to a step of a 7B model, and the memory they take.
 
     python bench/gradients.py [--model Qwen2.5-7B] [--layers 6] [--tokens 16384] [--seconds 3]
+                              [--profile N]
 
 The model is a published configuration with random bfloat16 weights and its whole vocabulary. The
 step with the tap `logprob` is what the others are compared with; it multiplies by the same head.
 The last column compares gradients with those through attention in plain blocks, in one step: the
-smallest cosine over layers of all tokens' gradients together.
+smallest cosine over layers of all tokens' gradients together. `--profile` prints the N longest
+kernels of each step.
 """
 
 import argparse
@@ -14,7 +16,7 @@ import os
 from functools import partial
 from typing import Any
 
-from families import CONFIGS, natural_batch, random_params, timed
+from families import CONFIGS, natural_batch, profile, random_params, timed
 
 
 def main() -> None:
@@ -24,8 +26,11 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--profile", type=int, default=0)
     options = parser.parse_args()
-    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    from spile.run.world.devices import prefer_xla_flags
+
+    prefer_xla_flags()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
     import numpy as np
@@ -90,6 +95,8 @@ def main() -> None:
         memory = f"{taken / 1e9:.2f} GB"
         print(f"{name:<28} {seconds * 1e3:>8.2f} {seconds / first:>6.2f} {memory:>22} {told}",
               flush=True)  # fmt: skip
+        if options.profile:
+            profile(partial(step.compute, batch), options.profile)
 
 
 if __name__ == "__main__":

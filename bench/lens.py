@@ -182,7 +182,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--only", default=",".join(CASES))
     options = parser.parse_args()
-    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    from spile.run.world.devices import prefer_xla_flags
+
+    prefer_xla_flags()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     for case in options.only.split(","):
         globals()[case.replace("-", "_")](options)

@@ -114,7 +114,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--seconds", type=float, default=4.0)
     options = parser.parse_args()
-    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    from spile.run.world.devices import prefer_xla_flags
+
+    prefer_xla_flags()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if options.fill:
         fill()

@@ -111,7 +111,9 @@ def main() -> None:
     parser.add_argument("--work", default="/dev/shm", help="holds packed blocks while they load")
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="longest kernels")
     options = parser.parse_args()
-    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    from spile.run.world.devices import prefer_xla_flags
+
+    prefer_xla_flags()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
     import jax

@@ -31,7 +31,9 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--only", help="some of the rows of the table, by name")
     options = parser.parse_args()
-    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    from spile.run.world.devices import prefer_xla_flags
+
+    prefer_xla_flags()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 

@@ -5,10 +5,16 @@ from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spile.models.forward.forward_pass import copied
+from spile.models.objectives import LOGPROB, Objective
+from spile.run.step.devices import StepDevices
 from spile.run.step.settings import StepSettings
 from support import tiny
 from support.meshes import make_batch, make_step
@@ -60,3 +66,20 @@ def test_threads_that_meet_a_new_shape_together_compile_it_once(
     # (jax, asked twice for the very same, would compile it once.)
     said = [line for line in caplog.messages if line.startswith("compiled a step")]
     assert len(said) == 2
+
+
+def test_a_gpu_does_not_store_a_product_by_computing_it_again(model: Path) -> None:
+    """Measured on a GPU (docs/benchmarks.md); here, what XLA is told."""
+    settings, *_ = make_step(model, "resid_post:1", None).programs.identity  # type: ignore[misc]
+    on_gpu = StepDevices(SimpleNamespace(platform="gpu"), None)
+    backward = replace(settings, objective=Objective(kind=LOGPROB, identity=LOGPROB, aims=()))
+    assert not settings.compiler_options and not backward.compiler_options
+    assert not replace(settings, place=on_gpu).compiler_options
+    assert replace(backward, place=on_gpu).compiler_options
+
+    def lowered(platform: str) -> str:
+        traced = jax.jit(copied).trace(jnp.zeros(3), jnp.zeros((), jnp.int32))
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+    assert "stablehlo.select" in lowered("cuda")
+    assert "stablehlo.select" not in lowered("cpu")

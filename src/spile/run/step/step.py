@@ -130,7 +130,9 @@ class Programs:
             with self._compiling:  # one at a time; programs that are already compiled do not wait
                 if key not in self.compiled:
                     begin = time.perf_counter()
-                    self.compiled[key] = function().lower(*arguments()).compile()
+                    lowered = function().lower(*arguments())
+                    options = self._settings.compiler_options
+                    self.compiled[key] = lowered.compile(compiler_options=options or None)
                     seconds = time.perf_counter() - begin
                     _log.debug("compiled a step for %s in %.1f s", key, seconds)
         return self.compiled[key]

@@ -297,23 +297,32 @@ def _reduce(
     *,
     part: int,
 ) -> Reduced:
-    """Moments of the stored values over the kept tokens of each part of a run."""
-    wide = values.reshape(-1, part, math.prod(values.shape[1:])).astype(jnp.float32)
-    real = real.reshape(-1, part)
-    weight = real[..., None]
-    count = jnp.maximum(real.sum(axis=1), 1).astype(jnp.float32)[:, None]
-    masked = partial(jnp.where, weight)
-    mean = _rounded(masked(wide, 0.0).sum(axis=1) / count)
-    deviation = masked(wide - mean[:, None], 0.0)
+    """Moments of the stored values over the kept tokens of each part of a run.
+
+    Values stay [tokens, channels] until they are summed. With parts as an axis of their own, XLA
+    copies them for a GPU, transposed and in float32, before it sums over tokens.
+    """
+    wide = values.reshape(len(values), -1).astype(jnp.float32)
+    masked = partial(jnp.where, real[:, None])
+
+    def over_tokens(values: Array) -> Array:
+        return values.reshape(-1, part, values.shape[-1]).sum(axis=1)
+
+    count = jnp.maximum(real.reshape(-1, part).sum(axis=1), 1).astype(jnp.float32)[:, None]
     present = masked(wide, 0.0)
+    mean = _rounded(over_tokens(present) / count)
+    of_each = jnp.broadcast_to(mean[:, None], (len(mean), part, mean.shape[-1]))
+    deviation = masked(wide - of_each.reshape(wide.shape), 0.0)
+    length = jnp.sqrt((present * present).sum(axis=-1))
+    largest = jnp.where(jnp.isfinite(present), jnp.abs(present), 0.0).max(axis=-1)
     return {
         "mean": mean,
-        "rest": deviation.sum(axis=1) / count,
-        "m2": (deviation * deviation).sum(axis=1),
-        "norm_sum": jnp.sqrt((present * present).sum(axis=-1)).sum(axis=-1),
-        "max_abs": jnp.where(jnp.isfinite(present), jnp.abs(present), 0.0).max(axis=(1, 2)),
+        "rest": over_tokens(deviation) / count,
+        "m2": over_tokens(deviation * deviation),
+        "norm_sum": length.reshape(-1, part).sum(axis=-1),
+        "max_abs": largest.reshape(-1, part).max(axis=-1),
     } | {
-        name: jnp.where(real, counts.reshape(-1, part), 0).sum(axis=1)
+        name: jnp.where(real, counts, 0).reshape(-1, part).sum(axis=1)
         for name, counts in counted.items()
     }
 

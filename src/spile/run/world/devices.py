@@ -27,9 +27,9 @@ _MISSING = {
     "gpu": "needs an NVIDIA driver and jax's CUDA plugin: pip install 'spile[gpu]'",
     "proxy": "needs Pathways: start its proxy, and pip install 'spile[pathways]'",
 }
-# Measured at 7B shapes on an H200 (docs/benchmarks.md): cuBLAS is 3% faster than XLA's own
-# matrix products, and compiles sooner.
-_XLA_FLAGS = ("--xla_gpu_enable_triton_gemm=false",)
+# Measured on an H200 (docs/benchmarks.md): cuBLAS is 3% faster than XLA's own products, and
+# compiles sooner; products that XLA merges must be cut apart again for kernels.
+_XLA_FLAGS = ("--xla_gpu_enable_triton_gemm=false", "--xla_gpu_dot_merger_threshold_mb=0")
 # Parameters of glibc's mallopt, and the variables by which users set them.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _SET_BY_USERS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
@@ -39,9 +39,7 @@ _MOST_OF_SOME = 32 << 20  # that some versions of glibc take as a threshold (mal
 
 def prepared_device() -> Any:
     """A device of this process, set up for fast steps unless the user chose otherwise."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    chosen = [flag for flag in _XLA_FLAGS if flag.partition("=")[0] not in flags]
-    os.environ["XLA_FLAGS"] = " ".join([flags, *chosen]).strip()
+    prefer_xla_flags()
     # Weights may be kept in pinned memory (`--weights host`): by default 64 GB of it at most.
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(_host_gigabytes()))
     try:
@@ -55,6 +53,13 @@ def prepared_device() -> Any:
     if device.platform != "cpu" and not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "xla"))
     return device
+
+
+def prefer_xla_flags() -> None:
+    """Add the flags that make steps fast to `XLA_FLAGS`, unless it names them."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    chosen = [flag for flag in _XLA_FLAGS if flag.partition("=")[0] not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([flags, *chosen]).strip()
 
 
 def keep_freed_memory() -> None:
