@@ -1,7 +1,7 @@
-"""Time the kernels of recurrent layers, experts and wide heads beside plain jax and other tilings.
+"""Time Spile's own kernels beside plain jax and other tilings.
 
-    python bench/kernels.py [--only recurrence,convolution,experts,wide] [--tokens 16384]
-                            [--tilings] [--seconds 0.3]
+    python bench/kernels.py [--only recurrence,convolution,experts,mlp,routing,rows,rotary,wide]
+                            [--tokens 16384] [--tilings] [--seconds 0.3]
 
 Prints a table for each kind of work: the shape, milliseconds by plain jax, by the kernel as it runs
 by default, by flash-linear-attention if it is installed, and with `--tilings` by other tilings.
@@ -34,6 +34,20 @@ EXPERTS = {
     "OLMoE-1B-7B": (64, 8, 2048, 1024, "silu", None),
     "gpt-oss-20b": (32, 4, 2880, 2880, "quick_gelu", 7.0),
     "gemma-4-26B-A4B": (128, 8, 2816, 704, "gelu_pytorch_tanh", None),
+}
+# width, width inside, tokens
+MLPS = {
+    "Qwen2.5-0.5B": (896, 4864, 65_536),
+    "Qwen3-0.6B": (1024, 3072, 16_384),
+    "gemma-3-1b": (1152, 6912, 32_768),
+    "Qwen2.5-1.5B": (1536, 8960, 32_768),
+    "Qwen3-1.7B": (2048, 6144, 16_384),
+}
+# heads, heads of keys, width, whether heads are normalised
+ROTARY = {
+    "Qwen3-0.6B": (16, 8, 128, True),
+    "Qwen3-30B-A3B": (32, 4, 128, True),
+    "gpt-oss-20b": (64, 8, 64, False),
 }
 WIDE = {"gemma-4-26B-A4B, 16/2 x 512": (16, 2)}
 
@@ -171,6 +185,143 @@ def experts(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
         )
 
 
+def mlp(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
+    import jax
+    import jax.numpy as jnp
+
+    from spile.models.forward.kernels.grouped import Gating, gated_product
+    from spile.models.forward.ops import activate
+
+    for name, (width, inside, tokens) in MLPS.items():
+        keys = jax.random.split(jax.random.key(0), 3)
+        x = jax.random.normal(keys[0], (tokens, width), jnp.bfloat16)
+        gate, up = (
+            jax.random.normal(key, (inside, width), jnp.bfloat16) / width**0.5 for key in keys[1:]
+        )
+
+        def plain(x: Any, gate: Any, up: Any) -> Any:
+            return activate(x @ up.T, x @ gate.T, "silu", None)
+
+        run = jax.jit(partial(gated_product, gating=Gating("silu")))
+        yield (
+            f"{name}: gate, up and activation of one MLP, {tokens:,} tokens",
+            {
+                "plain jax": partial(jax.jit(plain), x, gate, up),
+                "**kernel**": partial(run, x, gate, up),
+            },
+        )
+
+
+def routing(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
+    import jax
+    import jax.numpy as jnp
+
+    from spile.models.forward.kernels import grouped
+    from spile.models.forward.kernels.routing import largest_scores, places_of
+
+    for name, (count, chosen, *_) in EXPERTS.items():
+        scores = jax.random.normal(jax.random.key(0), (options.tokens, count))
+        ids = jax.lax.top_k(scores, chosen)[1]
+
+        def by_sorting(ids: Any, count: int = count) -> Any:
+            order = jnp.argsort(ids.reshape(-1))
+            expert = ids.reshape(-1)[order]
+            bounds = jnp.searchsorted(expert, jnp.arange(count + 1), method="scan_unrolled")
+            runs = grouped.Groups(jnp.diff(bounds), len(order), grouped.EIGHT)
+            return jnp.zeros_like(order).at[order].set(runs.places(expert))
+
+        yield (
+            f"{name}: largest scores of {count} experts",
+            {
+                "plain jax": partial(jax.jit(partial(jax.lax.top_k, k=chosen)), scores),
+                "**kernel**": partial(jax.jit(partial(largest_scores, count=chosen)), scores),
+            },
+        )
+        placed = jax.jit(partial(places_of, experts=count, aligned=grouped.EIGHT))
+        yield (
+            f"{name}: places for {count} experts",
+            {
+                "plain jax": partial(jax.jit(by_sorting), ids),
+                "**kernel**": partial(placed, ids),
+            },
+        )
+
+
+def rows(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
+    import jax
+    import jax.numpy as jnp
+
+    from spile.models.forward.kernels import expert_rows, grouped
+    from spile.models.forward.moe import _rows_by_words
+
+    for name, (count, chosen, width, *_) in EXPERTS.items():
+        rng = np.random.default_rng(0)
+        expert = rng.random((options.tokens, count)).argsort(axis=1)[:, :chosen].reshape(-1)
+        order = np.argsort(expert, kind="stable")
+        sizes = jnp.asarray(np.bincount(expert, minlength=count))
+        runs = grouped.Groups(sizes, len(order), grouped.EIGHT)
+        sorted_ = jnp.asarray(expert[order])
+        places = np.zeros(len(order), np.int32)
+        places[order] = np.asarray(runs.places(sorted_))
+        token = runs.lay(jnp.asarray(order // chosen), sorted_)
+        x = jax.random.normal(jax.random.key(0), (options.tokens, width), jnp.bfloat16)
+        by_token = jnp.asarray(places.reshape(-1, chosen))
+        ways: Ways = {"plain jax": partial(jax.jit(_rows_by_words), x, token)}
+        tilings = [(expert_rows._COLUMNS, expert_rows._WARPS)]
+        if options.tilings:
+            tilings += [(512, 2), (512, 4), (1024, 2), (1024, 8), (2048, 4), (2048, 8), (4096, 8)]
+        for columns, warps in tilings:
+            run = partial(expert_rows.spread, rows=runs.rows, columns=columns, warps=warps)
+            told = "**kernel**" if (columns, warps) == tilings[0] else f"{columns}, {warps} warps"
+            ways[told] = partial(jax.jit(run), x, by_token)
+        yield f"{name}: rows for {count} experts", ways
+
+
+def rotary(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
+    import jax
+    import jax.numpy as jnp
+
+    from spile.models.forward.kernels import rotary as kernel
+    from spile.models.forward.ops import norm, rotary_angles, rotate
+
+    tokens = 4 * options.tokens  # or starting the kernels would take longer than they
+    positions = jnp.asarray(natural_batch(tokens // SEQ, SEQ).positions)
+    for name, (heads, of_keys, dim, normed) in ROTARY.items():
+        frequencies = 1e6 ** -(np.arange(dim // 2) / (dim // 2))
+        angles = jax.jit(partial(rotary_angles, frequencies=frequencies, amplitude=1.0))(positions)
+        q, k = (
+            jax.random.normal(jax.random.key(n), (*positions.shape, n, dim), jnp.bfloat16)
+            for n in (heads, of_keys)
+        )
+        weight = jnp.ones(dim, jnp.bfloat16) if normed else None
+
+        def plain(q: Any, k: Any, angles: Any = angles, weight: Any = weight) -> Any:
+            def one(x: Any) -> Any:
+                if weight is not None:
+                    x = norm(x, weight, None, "rms", 1e-6, rotated=True)
+                return rotate(x, *angles)
+
+            return one(q), one(k)
+
+        ways: Ways = {"plain jax": partial(jax.jit(plain), q, k)}
+        tilings = [kernel.FASTEST]
+        if options.tilings:
+            tilings += [
+                kernel.RotaryTiling(*each) for each in ((8, 4), (16, 4), (16, 2), (64, 4), (64, 8))
+            ]
+        for tiling in tilings:
+
+            def one_pass(
+                q: Any, k: Any, tiling: Any = tiling, angles: Any = angles, weight: Any = weight
+            ) -> Any:
+                eps = None if weight is None else 1e-6
+                run = partial(kernel.normed_and_rotated, eps=eps, tiling=tiling)
+                return run(q, weight, *angles), run(k, weight, *angles)
+
+            ways[_told(tiling, kernel.FASTEST)] = partial(jax.jit(one_pass), q, k)
+        yield f"{name}: norm and rotation of heads, {tokens:,} tokens", ways
+
+
 def wide(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
     import jax
     import jax.numpy as jnp
@@ -276,6 +427,10 @@ KINDS = {
     "recurrence": recurrence,
     "convolution": convolution,
     "experts": experts,
+    "mlp": mlp,
+    "routing": routing,
+    "rows": rows,
+    "rotary": rotary,
     "wide": wide,
 }
 
@@ -288,7 +443,9 @@ def main() -> None:
     parser.add_argument("--tilings", action="store_true")
     options = parser.parse_args()
     from spile.models.config.kernel_choice import KERNELS, RECURRENCES
+    from spile.run.world.devices import prefer_xla_flags
 
+    prefer_xla_flags()
     for name, what in itertools.chain(KERNELS.items(), RECURRENCES.items()):
         print(f"{name:8} {what}")
     print("\n| milliseconds | | |\n|---|---|---|")

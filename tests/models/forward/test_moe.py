@@ -17,6 +17,7 @@ from spile.models.config.arch import Arch, Experts, Layer
 from spile.models.config.rope import Rope
 from spile.models.config.specs import block_specs
 from spile.models.forward import moe
+from spile.models.forward.kernels import grouped
 from spile.models.forward.kernels.grouped import Float8Rows, Groups, ragged, tiled
 from spile.models.forward.moe import mix, route
 from spile.models.forward.ops import Float8Weight, to_float8
@@ -347,3 +348,24 @@ def test_a_mix_that_is_differentiated_copies_no_words_and_calls_no_kernel() -> N
 
     assert "bitcast" in program(differentiable=False)
     assert "bitcast" not in program(differentiable=True)
+
+
+@pytest.mark.parametrize("kind", ["gated", "clamped"])
+def test_a_gpus_kernels_route_copy_and_multiply(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lowered for a GPU that this machine need not have; the kernels have tests of their own."""
+    for module in (grouped, moe):
+        monkeypatch.setattr(module, "has_mosaic", lambda: True)
+    arch = arch_of(width=256, mlp_width=256, **KINDS[kind])
+    block = {
+        spec.name: jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16) for spec in block_specs(arch)
+    }
+    x = jax.ShapeDtypeStruct((ROWS, SEQ, 256), jnp.bfloat16)
+
+    def mixed(x: jax.Array, block: Block) -> jax.Array:
+        assert arch.experts
+        return mix(x, *route(x, block, arch.experts)[1:], block, arch)
+
+    text = jax.jit(mixed).trace(x, block).lower(lowering_platforms=("cuda",)).as_text()
+    for name in ("largest_scores", "places_for_experts", "rows_for_experts", "mosaic_gpu"):
+        assert name in text
+    assert "stablehlo.sort" not in text

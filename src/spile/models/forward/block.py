@@ -7,6 +7,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,9 @@ from spile.models.forward.forward_pass import (
     Lent,
     SiteValues,
 )
+from spile.models.forward.kernels import rotary
+from spile.models.forward.kernels.chunks import with_gradient_of
+from spile.models.forward.kernels.grouped import Gating, gated_product, mosaic_serves
 from spile.models.forward.mixers.gated_delta import gated_delta
 from spile.models.forward.mixers.latent_heads import latent_heads, rotate_last
 from spile.models.forward.mixers.short_convolution import short_convolution
@@ -56,9 +60,13 @@ from spile.models.forward.ops import (
     scaled,
     xielu,
 )
+from spile.models.forward.sharding import P
 from spile.models.forward.splice import At, in_block
 from spile.models.forward.weights import Block
+from spile.models.layout import ROWS
 from spile.models.sites import SITES
+
+_NARROW = 1152  # width up to which one kernel for gate, up and activation gains
 
 
 def run_block(
@@ -85,7 +93,8 @@ def run_block(
     normed = partial(own_norm, block=block, arch=arch)
 
     def entering(stream: Hidden, name: str) -> Hidden:
-        return normed(stream.astype(block[name].dtype) if arch.wide_stream else stream, name)
+        own = run.again(partial(normed, name=name))
+        return own(stream.astype(block[name].dtype) if arch.wide_stream else stream)
 
     def added(site: str, out: Hidden) -> Hidden:
         out = normed(out, site.replace("_out", "_post_norm"))
@@ -245,6 +254,8 @@ def _met(
     arch, rotated = run.arch, _rotates(layer, run)
     normed = partial(_head_norm, block=block, name=name, arch=arch, rotated=rotated)
     x = _limited(x, arch)
+    if rotated and _one_pass_serves(x, name, block, layer, run):
+        return _met_in_one_pass(x, name, block, layer, run, scale)
     if not arch.qk_norm_last:
         x = normed(x)
     x = scaled(x, scale)
@@ -256,6 +267,45 @@ def _met(
             )
         x = turn(x, *run.angles[layer.rope or 0])
     return normed(x) if arch.qk_norm_last else x
+
+
+def _one_pass_serves(x: Heads, name: str, block: Block, layer: Layer, run: ForwardPass) -> bool:
+    """Whether a GPU's kernel can do what `_met` does.
+
+    Without a norm, XLA rotates in the pass that adds the projection's bias.
+    """
+    arch, weight = run.arch, block.get(name)
+    cos, _ = run.angles[layer.rope or 0]
+    plain = arch.latent is None and not arch.rope_interleaved and not arch.qk_norm_last
+    simple = arch.qk_norm == "bare" if weight is None else weight.ndim == 1
+    whole = arch.qk_norm != "full" and 2 * cos.shape[-1] == x.shape[-1]
+    normed = plain and simple and whole and arch.norm.startswith("rms")
+    return normed and rotary.serves(x.dtype, x.shape[-1])
+
+
+def _met_in_one_pass(
+    x: Heads, name: str, block: Block, layer: Layer, run: ForwardPass, scale: float
+) -> Heads:
+    arch, weight, eps = run.arch, block.get(name), run.arch.norm_eps
+
+    def definition(x: Heads, weight: Array | None, cos: Array, sin: Array) -> Heads:
+        x = norm(x, weight, None, arch.norm, eps, rotated=True)
+        return rotate(scaled(x, scale), cos, sin)
+
+    def kernel(x: Heads, weight: Array | None, cos: Array, sin: Array) -> Heads:
+        if weight is not None and arch.norm == "rms_plus_one":
+            weight = weight.astype(jnp.float32) + jnp.ones_like(weight, jnp.float32)
+        return rotary.normed_and_rotated(x, weight, cos, sin, eps=eps, scale=scale)
+
+    fused = with_gradient_of(definition, kernel)
+
+    def either(*given: Any) -> Heads:
+        return jax.lax.platform_dependent(*given, cuda=fused, default=definition)
+
+    if run.shards:
+        heads = P(ROWS, None, run.shards.model_axis("heads" if name == "q_norm" else "kv_heads"))
+        either = run.shards.each(either, (heads, P(), P(ROWS), P(ROWS)), heads)
+    return either(x, weight, *run.angles[layer.rope or 0])
 
 
 def _gated_delta(
@@ -344,7 +394,7 @@ def _mlp(
     """The MLP, or experts in its place. `stream`: the values whose norm is `x`."""
     arch, experts = run.arch, run.arch.experts
     if "w_router" not in block:
-        out, hidden = _dense_mlp(x, block, DENSE if "wd_up" in block else MLP, arch, at)
+        out, hidden = _dense_mlp(x, block, DENSE if "wd_up" in block else MLP, run, at)
         return out, {"mlp_hidden": hidden}
     assert experts
     normed = partial(own_norm, block=block, arch=arch)
@@ -363,7 +413,7 @@ def _mlp(
     out = normed(out, "experts_post_norm")
     if experts.shared:
         within = at if experts.apart else in_block({})
-        shared, hidden = _dense_mlp(x, block, SHARED, arch, within)
+        shared, hidden = _dense_mlp(x, block, SHARED, run, within)
         values |= {"mlp_hidden": hidden} if experts.apart else {}
         shared = normed(shared, "shared_post_norm")
         if experts.shared_gate:
@@ -374,22 +424,39 @@ def _mlp(
 
 
 def _dense_mlp(
-    x: Hidden, block: Block, stem: str, arch: Arch, at: At
+    x: Hidden, block: Block, stem: str, run: ForwardPass, at: At
 ) -> tuple[Hidden, Float[Array, "rows seq mlp"]]:
     """The MLP whose arrays' names begin with `stem`: its output, and what its last layer reads."""
-    bias = stem.replace("w", "b")
+    arch, bias = run.arch, stem.replace("w", "b")
     of_gate, of_output = arch.mlp_scales
-    gate = None
-    if arch.gated:
-        gate = scaled(linear(x, block[f"{stem}gate"], block.get(f"{bias}gate")), of_gate)
-    up = linear(x, block[f"{stem}up"], block.get(f"{bias}up"))
-    if arch.activation == "xielu":
-        inner = xielu(up, block["xielu_up"], block["xielu_down"])
+    gated = Gating(arch.activation, arch.glu_limit)
+    if _one_kernel_serves(x, block, stem, run, gated):
+        both = block[f"{stem}gate"], block[f"{stem}up"]
+        inner = gated_product(x.reshape(-1, x.shape[-1]), *both, gated)
+        inner = inner.reshape(*x.shape[:2], -1)
     else:
-        inner = activate(up, gate, arch.activation, arch.glu_limit)
+        gate = None
+        if arch.gated:
+            gate = scaled(linear(x, block[f"{stem}gate"], block.get(f"{bias}gate")), of_gate)
+        up = linear(x, block[f"{stem}up"], block.get(f"{bias}up"))
+        if arch.activation == "xielu":
+            inner = xielu(up, block["xielu_up"], block["xielu_down"])
+        else:
+            active = partial(activate, name=arch.activation, limit=arch.glu_limit)
+            inner = run.again(active)(up, gate)
     hidden = at("mlp_hidden", inner)
     if isinstance(block[f"{stem}down"], Float8Weight):
         # Or XLA computes it twice: for the largest value of each token, and to scale by that.
         hidden = jax.lax.optimization_barrier(hidden)
     out = linear(hidden, block[f"{stem}down"], block.get(f"{bias}down"))
     return scaled(out, of_output), hidden
+
+
+def _one_kernel_serves(x: Hidden, block: Block, stem: str, run: ForwardPass, gated: Gating) -> bool:
+    """Whether a kernel for gate, up and activation runs: in narrow models it is the fastest."""
+    arch, names = run.arch, (f"{stem}gate", f"{stem}up")
+    if not arch.gated or run.shards or run.goes_back or x.shape[-1] > _NARROW:
+        return False
+    simple = arch.mlp_scales[0] == 1.0 and f"{stem.replace('w', 'b')}up" not in block
+    plain = all(name in block and not isinstance(block[name], Float8Weight) for name in names)
+    return simple and plain and gated.serves(x.dtype) and mosaic_serves(block[names[1]][None])

@@ -44,6 +44,7 @@ from spile.models.forward.forward_pass import (
     Running,
     SiteValues,
     Watched,
+    copied,
     heads_kept,
     kept_as,
     layers_by_site,
@@ -414,7 +415,9 @@ def _run_blocks(
 
     def put(buffers: Buffers, values: Buffers, slot: Buffers) -> Buffers:
         return buffers | {
-            kept: jax.lax.dynamic_update_index_in_dim(buffers[kept], value, slot[kept], 0)
+            kept: jax.lax.dynamic_update_index_in_dim(
+                buffers[kept], copied(value, slot[kept]), slot[kept], 0
+            )
             for kept, value in values.items()
         }
 

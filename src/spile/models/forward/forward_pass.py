@@ -4,7 +4,7 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -62,6 +62,20 @@ class Inputs(NamedTuple):
     beside: Float[Array, "rows seq values"] | None = None
 
 
+def copied(values: Array, slot: Array) -> Array:
+    """Return values that will be copied into a slot of a buffer.
+
+    A GPU would compute a product a second time to write it there, if it is used elsewhere, too. A
+    condition prevents that: a slot is never negative, which XLA does not know.
+    """
+    return jax.lax.platform_dependent(
+        values,
+        slot,
+        cuda=lambda values, slot: jnp.where(slot >= 0, values, jnp.zeros_like(values)),
+        default=lambda values, slot: values,
+    )
+
+
 @dataclass(frozen=True)
 class Running:
     """The block that runs: its layer, and the layers that the same code runs, if it is in a scan.
@@ -102,6 +116,10 @@ class ForwardPass:
     aims: dict[str, list[int]] = field(default_factory=dict[str, list[int]])  # as `wanted`
     remat: bool = False  # blocks are computed again in the backward pass, and keep nothing for it
     goes_back: bool = False  # there is a backward pass
+
+    def again(self, function: Callable[..., Array]) -> Callable[..., Array]:
+        """Return a function that a backward pass computes again, and keeps only the inputs of."""
+        return jax.checkpoint(function, prevent_cse=False) if self.goes_back else function
 
     def by_rows(self, values: Array) -> Array:
         return self.shards.rows(values) if self.shards else values

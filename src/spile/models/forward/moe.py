@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spile.models.config.arch import Arch, Experts
+from spile.models.forward.kernels.chunks import with_gradient_of
+from spile.models.forward.kernels.expert_rows import spread
 from spile.models.forward.kernels.grouped import (
     EIGHT,
     ExpertRows,
@@ -25,6 +27,7 @@ from spile.models.forward.kernels.grouped import (
     Grouped,
     Groups,
     Matrices,
+    has_mosaic,
     mosaic,
     mosaic_gated,
     mosaic_serves,
@@ -32,6 +35,7 @@ from spile.models.forward.kernels.grouped import (
     tiled,
     unscaled,
 )
+from spile.models.forward.kernels.routing import largest_scores, places_of
 from spile.models.forward.ops import Float8Weight, activate, linear, to_float8, to_float16
 from spile.models.forward.sharding import P, Shards
 from spile.models.forward.weights import Block
@@ -52,14 +56,14 @@ def route(
     if experts.margin is not None:
         weights, ids = _largest_first(*_by_margin(wide, experts.margin, experts.chosen))
     elif experts.scored == "softmax" and experts.normalised and not experts.corrected:
-        top, ids = jax.lax.top_k(wide, experts.chosen)
+        top, ids = _largest(wide, experts.chosen)
         weights = jax.nn.softmax(top)
     else:
         scores = jax.nn.softmax(wide) if experts.scored == "softmax" else jax.nn.sigmoid(wide)
         if experts.corrected or experts.groups > 1:
             weights, ids = _corrected(scores, block.get("correction"), experts)
         else:
-            weights, ids = jax.lax.top_k(scores, experts.chosen)
+            weights, ids = _largest(scores, experts.chosen)
         if experts.normalised:
             # (Sigmoids of very low logits may all be zero.)
             weights = weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-20)
@@ -67,6 +71,19 @@ def route(
         scale = block["expert_scale"].astype(jnp.float32)
         weights, ids = _largest_first(weights * scale[ids], ids)
     return logits, (experts.scale * weights).astype(x.dtype), ids
+
+
+def _largest(scores: Float[Array, "*tokens experts"], count: int) -> tuple[Array, Array]:
+    """Return the largest scores and their experts."""
+
+    def plain(scores: Array) -> tuple[Array, Array]:
+        values, ids = jax.lax.top_k(scores, count)
+        return values, ids
+
+    ways = {}
+    if has_mosaic() and scores.dtype == jnp.float32:
+        ways["cuda"] = with_gradient_of(plain, partial(largest_scores, count=count))
+    return jax.lax.platform_dependent(scores, **ways, default=plain)
 
 
 def _corrected(
@@ -85,7 +102,7 @@ def _corrected(
         _, allowed = jax.lax.top_k(best, experts.chosen_groups)
         open_ = jax.nn.one_hot(allowed, experts.groups, dtype=bool).any(axis=-2)
         better = jnp.where(open_[..., None], grouped, -jnp.inf).reshape(better.shape)
-    _, ids = jax.lax.top_k(better, experts.chosen)
+    _, ids = _largest(better, experts.chosen)
     return _largest_first(jnp.take_along_axis(scores, ids, axis=-1), ids)
 
 
@@ -133,61 +150,91 @@ def mix(
     the GPU's kernel, and its copies of words, through which jax has no gradient.
     """
     assert arch.experts
-    flat = x.reshape(-1, x.shape[-1])
+    weighs_input, gating = arch.experts.weighs_input, Gating(arch.activation, arch.glu_limit)
+    flat, lead, each = x.reshape(-1, x.shape[-1]), x.shape[:2], ids.shape[-1]
     held = len(unscaled(block["w_up"]))
-    chosen = ids.reshape(-1) - first
+    chosen = ids.reshape(-1, each) - first
     here = (chosen >= 0) & (chosen < held)
-    chosen = jnp.where(here, chosen, held)
-    order = jnp.argsort(chosen)  # stable: ties keep the tokens' order
-    expert = jnp.minimum(chosen[order], held - 1)
-    # (Counting by `bincount` would add to the same few numbers from all tokens.)
-    bounds = jnp.searchsorted(chosen[order], jnp.arange(held + 1), method="scan_unrolled")
-    sizes = jnp.diff(bounds)
-    weighs_input = arch.experts.weighs_input
-    shares = jnp.ones_like(weights) if weighs_input else weights
-    gating = Gating(arch.activation, arch.glu_limit)
+    by = weights.reshape(-1, each) if weighs_input else None
+    float8 = isinstance(block["w_up"], Float8Weight)
 
-    def outputs(runs: Groups, way: Callable[[Groups], Grouped], together: bool = False) -> Array:
-        """Return the outputs of each token's chosen experts.
+    def product(grouped: Grouped, inputs: ExpertRows, name: str, of: Array | None) -> Array:
+        """Multiply rows by their experts' matrices; add their biases, if `of` says whose rows."""
+        weight, bias = block[f"w_{name}"], block.get(f"b_{name}")
+        if not isinstance(inputs, Float8Rows):
+            inputs = _as_taken(inputs, weight)
+        out = grouped(inputs, weight).astype(x.dtype)
+        return out if bias is None or of is None else out + bias[of]
 
-        `together`: whether one kernel computes the inner layer.
-        """
-        grouped, of = way(runs), runs.lay(expert, expert)
-        token = runs.lay(order // ids.shape[-1], expert)
-        by = weights.reshape(-1)[runs.lay(order, expert)] if weighs_input else None
+    def inner(grouped: Grouped, tokens: ExpertRows, of: Array) -> Array:
+        gate = product(grouped, tokens, "gate", of) if arch.gated else None
+        up = product(grouped, tokens, "up", of)
+        active = partial(activate, name=arch.activation, limit=arch.glu_limit)
+        if differentiable:  # what it reads is smaller than what its derivative needs
+            active = jax.checkpoint(active, prevent_cse=False)
+        return active(up, gate)
+
+    def gathered(out: Array, places: Array) -> Array:
+        """Each token gathers its experts' outputs: they are read once and never written again."""
+        found = out[places.reshape(here.shape)]
+        if (bias := block.get("b_down")) is not None:
+            found = found + jnp.where(adds, bias[jnp.clip(chosen, 0, held - 1)], 0)
+        return jnp.where(here[..., None], found, 0).reshape(*lead, each, -1)
+
+    def by_sorting(way: Callable[[Groups], Grouped]) -> Array:
+        whose = jnp.where(here, chosen, held).reshape(-1)
+        order = jnp.argsort(whose)  # stable: ties keep the tokens' order
+        expert = jnp.minimum(whose[order], held - 1)
+        # (Counting by `bincount` would add to the same few numbers from all tokens.)
+        bounds = jnp.searchsorted(whose[order], jnp.arange(held + 1), method="scan_unrolled")
+        runs = Groups(jnp.diff(bounds), len(order))
+        token, share = order // each, None if by is None else by.reshape(-1)[order]
         rows = flat[token] if differentiable else None
-        float8 = isinstance(block["w_up"], Float8Weight)
-        tokens = _gathered(flat, token, by, rows, float8=float8)
+        tokens = _gathered(flat, token, share, rows, float8=float8)
+        grouped = way(runs)
+        out = product(grouped, inner(grouped, tokens, expert), "down", None)
+        return gathered(out, jnp.zeros_like(order).at[order].set(jnp.arange(len(order))))
 
-        def each(inputs: ExpertRows, name: str) -> Array:
-            weight, bias = block[f"w_{name}"], block.get(f"b_{name}")
-            if not isinstance(inputs, Float8Rows):
-                inputs = _as_taken(inputs, weight)
-            out = grouped(inputs, weight).astype(x.dtype)
-            if bias is None:
-                return out
-            return out + (bias[of] if name != "down" else jnp.where(adds, bias[of], 0))
-
-        if together:
+    def by_kernels() -> Array:
+        places, sizes = places_of(jnp.where(here, chosen, -1), held, EIGHT)
+        runs = Groups(sizes, chosen.size, EIGHT)
+        tokens = _spread(flat, places, runs.rows, by, float8=float8)
+        if arch.gated and gating.serves(x.dtype):
             biases = (block["b_gate"], block["b_up"]) if "b_up" in block else None
-            inner = mosaic_gated(runs, gating)(tokens, block["w_gate"], block["w_up"], biases)
+            mixed = mosaic_gated(runs, gating)(tokens, block["w_gate"], block["w_up"], biases)
         else:
-            gate = each(tokens, "gate") if arch.gated else None
-            inner = activate(each(tokens, "up"), gate, arch.activation, arch.glu_limit)
-        out = each(inner, "down")
-        # Each token gathers its experts' outputs: they are read once and never written again.
-        place = jnp.zeros_like(order).at[order].set(runs.places(expert))
-        return jnp.where(here[:, None], out[place], 0).reshape(*ids.shape, x.shape[-1])
+            at = jnp.where(here, places, runs.rows).reshape(-1)
+            of = jnp.zeros(runs.rows, jnp.int32).at[at].set(chosen.reshape(-1), mode="drop")
+            mixed = inner(mosaic(runs), tokens, of)
+        return gathered(product(mosaic(runs), mixed, "down", None), jnp.maximum(places, 0))
 
-    plain = Groups(sizes, len(order))
-    ways = {"tpu": partial(outputs, plain, ragged)}
+    ways: dict[str, Callable[[], Array]] = {"tpu": partial(by_sorting, ragged)}
     matrices = [block[name] for name in ("w_up", "w_gate", "w_down") if name in block]
     if mosaic_serves(*matrices) and not differentiable:
-        together = arch.gated and gating.serves(x.dtype)
-        runs = Groups(sizes, len(order), EIGHT)
-        ways["cuda"] = partial(outputs, runs, mosaic, together=together)
-    out = jax.lax.platform_dependent(**ways, default=partial(outputs, plain, tiled))
+        ways["cuda"] = by_kernels
+    out = jax.lax.platform_dependent(**ways, default=partial(by_sorting, tiled))
+    shares = jnp.ones_like(weights) if weighs_input else weights
     return jnp.einsum("rscd,rsc->rsd", out, shares)
+
+
+def _spread(
+    x: Float[Array, "tokens width"],
+    places: Int[Array, "tokens chosen"],
+    rows: int,
+    weights: Float[Array, "rows seq chosen"] | None,
+    *,
+    float8: bool,
+) -> ExpertRows:
+    """Copy tokens to their places, as `_gathered` does, by a kernel. A negative place is none."""
+    weights = None if weights is None else weights.reshape(places.shape)
+    if not float8:
+        return spread(x, places, rows, weights)
+    values, scale = to_float8(x)
+    scales = jnp.broadcast_to(scale[:, None], places.shape)
+    scales = scales if weights is None else scales * weights.astype(jnp.float32)
+    at = jnp.where(places < 0, rows, places).reshape(-1)
+    laid = jnp.zeros(rows, jnp.float32).at[at].set(scales.reshape(-1), mode="drop")
+    return Float8Rows(spread(values, places, rows), laid)
 
 
 def _gathered(

@@ -10,6 +10,7 @@ multiply tiles in batched products.
 
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -33,6 +34,7 @@ _MOSAIC = "jax.experimental.pallas.mosaic_gpu"
 # A tile of the Hopper kernel: its rows, its columns, and the bytes of the terms that it adds up at
 # once. These shapes were the fastest (docs/benchmarks.md).
 _ROWS, _COLUMNS, _TERM_BYTES = 128, 256, 128
+_FEWER = 192  # columns of a tile, if that leaves less of the last tile empty
 _CORES = 132  # multiprocessors of an H100 or H200, if the device does not report its own
 _STORED = 64  # rows and columns that are stored at once
 EIGHT = 8  # the GPU copies rows in multiples of this
@@ -222,6 +224,25 @@ def mosaic_gated(runs: Groups, gating: Gating) -> Callable[..., Array]:
     return multiply
 
 
+def gated_product(
+    x: Float[Array, "rows in"],
+    gate: Float[Array, "out in"],
+    up: Float[Array, "out in"],
+    gating: Gating,
+) -> Float[Array, "rows out"]:
+    """Return the inner layer of a gated MLP: by one kernel on a GPU, as for one expert."""
+
+    def fused(x: Array, gate: Array, up: Array) -> Array:
+        runs = Groups(jnp.full(1, len(x)), len(x), EIGHT)
+        return mosaic_gated(runs, gating)(x, gate[None], up[None])[: len(x)]
+
+    def plain(x: Array, gate: Array, up: Array) -> Array:
+        by = partial(product, "...i,oi->...o", x)
+        return activate(by(up), by(gate), *gating)
+
+    return jax.lax.platform_dependent(x, gate, up, cuda=fused, default=plain)
+
+
 def _multiplied(
     runs: Groups,
     table: list[Int[Array, " tiles"]],
@@ -233,7 +254,7 @@ def _multiplied(
     """Run the Hopper kernel."""
 
     def wide(values: Array) -> Array:  # a tile reads whole columns of these
-        over = -values.shape[1] % (_COLUMNS // 2)
+        over = -values.shape[1] % _columns(values.shape[1], gating)
         return jnp.pad(values.astype(jnp.float32), ((0, 0), (0, over)))
 
     scales: list[Array] = []
@@ -259,6 +280,15 @@ def _table(runs: Groups) -> list[Int[Array, " tiles"]]:
     return [values.astype(jnp.int32) for values in (owner, first, left, used[None])]
 
 
+def _columns(columns: int, gating: Gating | None) -> int:
+    """Return the columns of the result in a tile."""
+    if gating:
+        return _COLUMNS // 2
+    computed = {wide: -(-columns // wide) * wide for wide in (_COLUMNS, _FEWER)}
+    # Wider tiles read less for each product.
+    return _FEWER if 1.03 * computed[_FEWER] < computed[_COLUMNS] else _COLUMNS
+
+
 @cache
 def _hopper(
     terms: int, columns: int, dtype: Any, rows: int, gating: Gating | None
@@ -266,9 +296,10 @@ def _hopper(
     """Return the kernel: persistent, with one warpgroup that loads and two that multiply.
 
     It takes the table of `_table`, which counts in eights because the GPU copies eight rows whole.
-    With `gating` it takes two matrices, and each warpgroup has half of a tile's rows of both, so
-    that it has both products of a value; without, half of a tile's columns. Rows and matrices in
-    float8 come with their scales, matrices that are gated with biases or without.
+    Each warpgroup has half of a tile's columns, or half of its rows: with `gating` it takes two
+    matrices, and has both products of a value; and half of 192 columns are no two blocks of
+    `_STORED`. Rows and matrices in float8 come with their scales, matrices that are gated with
+    biases or without.
     """
     pl: Any = importlib.import_module("jax.experimental.pallas")
     gpu: Any = importlib.import_module(_MOSAIC)
@@ -278,10 +309,14 @@ def _hopper(
     # If the number of stages divides a tile's steps, the next tile loads while one is stored.
     stages = next((n for n in (4, 3) if steps % n == 0), 4)
     follows = steps % stages == 0
-    half = _COLUMNS // 2
-    wide = half if gating else _COLUMNS  # columns of the result in a tile
-    tall = _ROWS // 2 if gating else _ROWS  # rows of a tile that a warpgroup has
+    wide = _columns(columns, gating)
+    by_rows = wide < _COLUMNS
+    # The rows and columns of a tile that a warpgroup has.
+    tall, own = (_ROWS // 2, wide) if by_rows else (_ROWS, wide // 2)
     across = -(-columns // wide)
+    # jax 0.10 requires an index beside the reference, 0.11 warns of one.
+    required = inspect.signature(gpu.load).parameters["idx"].default is inspect.Parameter.empty
+    no_index = {"idx": None} if required else {}
 
     def swizzled(values: int) -> tuple[Any, Any]:
         return gpu.TilingTransform((8, values)), gpu.SwizzleTransform(_TERM_BYTES)
@@ -289,7 +324,7 @@ def _hopper(
     def pipeline(body: Any, context: Any, state: Any = None) -> Any:
         specs = [
             gpu.BlockSpec((size, at_once), lambda k: (0, k), transforms=swizzled(at_once))
-            for size in (_ROWS, *((wide, wide) if gating else (_COLUMNS,)))
+            for size in (_ROWS, *((wide, wide) if gating else (wide,)))
         ]
         return gpu.emit_pipeline_warp_specialized(
             body, grid=(steps,), memory_registers=40, in_specs=specs, wg_axis="group",
@@ -322,16 +357,16 @@ def _hopper(
             def loop(info: Any) -> None:
                 tile, column = gpu.planar_snake(info.index[0], (tiles, across), 0, 4)
                 first, left, owner = firsts[tile] * EIGHT, lefts[tile] * EIGHT, owners[tile]
-                down, within = (group * tall, 0) if gating else (0, group * half)
-                mine = pl.ds(down, tall) if gating else pl.ds(within, half)
+                down, within = (group * tall, 0) if by_rows else (0, group * own)
+                mine = pl.ds(down, tall) if by_rows else pl.ds(within, own)
                 over = column * wide + within
 
                 def multiply(_: Any, given: Any, *rest: Any) -> Any:
                     weights, totals = rest[:-1], rest[-1]
-                    given = given.at[mine] if gating else given
+                    given = given.at[mine] if by_rows else given
                     for total, weight in zip(totals, weights, strict=True):
-                        own = weight if gating else weight.at[mine]
-                        gpu.wgmma(total, given, gpu.transpose_ref(own, (1, 0)))
+                        part = weight if by_rows else weight.at[mine]
+                        gpu.wgmma(total, given, gpu.transpose_ref(part, (1, 0)))
                     gpu.wgmma_wait(0)
                     return totals
 
@@ -340,18 +375,18 @@ def _hopper(
                         run(totals)
                         store(combined([total[...] for total in totals]).astype(result))
 
-                    pl.run_scoped(sums, *[gpu.ACC((tall, half), jnp.float32) for _ in matrices])
+                    pl.run_scoped(sums, *[gpu.ACC((tall, own), jnp.float32) for _ in matrices])
 
                 def spread(values: Any, where: tuple[Any, ...], axis: int) -> Any:
-                    own = gpu.load(values, where, optimized=False)
-                    return jax.lax.broadcast_in_dim(own, (tall, half), (axis,))
+                    loaded = gpu.load(values.at[where], **no_index, optimized=False)
+                    return jax.lax.broadcast_in_dim(loaded, (tall, own), (axis,))
 
                 def combined(products: list[Any]) -> Any:
                     """Return the values to store of a tile's products."""
                     if scales:
                         by_row = spread(scales[0], (pl.ds(first + down, tall),), 0)
                         products = [each * by_row for each in products]
-                    there = (owner, pl.ds(over, half))
+                    there = (owner, pl.ds(over, own))
                     for number, scale in enumerate(scales[1:]):
                         products[number] = products[number] * spread(scale, there, 1)
                     for number, bias in enumerate(biases):
@@ -361,7 +396,7 @@ def _hopper(
                     return activate(products[1], products[0], *gating)
 
                 def store(values: Any) -> None:
-                    places = pairs(range(0, tall, _STORED), range(0, half, _STORED))
+                    places = pairs(range(0, tall, _STORED), range(0, own, _STORED))
                     for number, (row, at) in enumerate(places):
                         piece = stored.at[group, number % 2]
                         gpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -378,9 +413,9 @@ def _hopper(
                     kinds = gpu.PipelinePipeline
                     state = jnp.where(last, int(kinds.STOP), int(kinds.STEADY))
                     state = jnp.where(info.local_index == 0, int(kinds.START), state)
-                own = [w.at[owner, pl.ds(column * wide, wide), :] for w in matrices]
+                parts = [w.at[owner, pl.ds(column * wide, wide), :] for w in matrices]
                 run = pipeline(multiply, finish, state)
-                run(x.at[pl.ds(first, _ROWS), :], *own, allocations=buffers)
+                run(x.at[pl.ds(first, _ROWS), :], *parts, allocations=buffers)
 
         gpu.wait_smem_to_gmem(0, wait_read_only=True)
 
