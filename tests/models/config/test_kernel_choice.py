@@ -156,7 +156,7 @@ def test_recurrent_layers_run_kernels_on_hopper_gpus() -> None:
     assert told() == "Triton kernels that keep states in registers, for Hopper GPUs"
     assert told(dtype="float8_e4m3") == told()
     plain = "chunks of plain products in float32, anywhere (fused: "
-    assert told("tpu") == plain + "there is none for tpu)"
+    assert told("cpu") == plain + "there is none for cpu)"
     assert told(at=8.0) == plain + "needs a GPU of compute capability 9, not 8)"
     assert told(dtype="float32") == plain + "multiplies in bfloat16, float32 was asked for)"
     wide = replace(space, head_dim=96)
@@ -164,3 +164,36 @@ def test_recurrent_layers_run_kernels_on_hopper_gpus() -> None:
     assert told(state_space=wide) == plain + sizes
     by_channel = replace(delta, by_channel=True)
     assert told(delta=by_channel) == plain + "needs one decay for all channels of a head)"
+
+
+def test_recurrent_layers_run_kernels_on_tpus() -> None:
+    space = StateSpace(heads=8, head_dim=64, groups=1, state=128, kernel=4, norm_eps=1e-5)
+
+    def told(dtype: str = "bfloat16", wanted: str = "auto", **changes: Any) -> str:
+        arch = replace(ARCH, state_space=replace(space, **changes))
+        choice = recurrence_kernel("tpu", arch, dtype, 0.0, wanted=wanted)
+        assert choice
+        return told_recurrence(choice)
+
+    assert told() == "a kernel that keeps states in VMEM, for TPUs"
+    assert told("float8_e4m3", state=256, head_dim=128) == told()
+    plain = "chunks of plain products in float32, anywhere (vmem: "
+    assert told("float32") == plain + "multiplies in bfloat16, float32 was asked for)"
+    assert told(wanted=BLOCKED) == plain + "--attention blocked was given)"
+    assert told(state=64) == plain + "takes keys of 128 or 256, not 64)"
+    assert told(head_dim=96) == plain + "takes values of 32, 64 or 128, not 96)"
+    delta = GatedDelta(
+        key_heads=2, value_heads=4, key_dim=128, value_dim=128, kernel=4, norm_eps=1e-5
+    )
+
+    def told_of_delta(**changes: Any) -> str:
+        choice = recurrence_kernel(
+            "tpu", replace(ARCH, delta=replace(delta, **changes)), "bfloat16", 0.0
+        )
+        assert choice
+        return told_recurrence(choice)
+
+    assert told_of_delta() == told_of_delta(value_dim=256) == told()
+    assert told_of_delta(value_dim=64) == plain + "takes values of 128 or 256, not 64)"
+    assert told_of_delta(by_channel=True) == told()
+    assert told_of_delta(by_channel=True, key_dim=256) == plain + "takes keys of 128, not 256)"

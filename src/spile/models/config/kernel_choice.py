@@ -24,14 +24,25 @@ KERNELS = {
     "splash": "jax's splash attention, for TPUs",
     BLOCKED: "blocks of plain products, anywhere",
 }
-CHUNKS, FUSED = "chunks", "fused"
+CHUNKS, FUSED, VMEM = "chunks", "fused", "vmem"
 RECURRENCES = {
     FUSED: "Triton kernels that keep states in registers, for Hopper GPUs",
+    VMEM: "a kernel that keeps states in VMEM, for TPUs",
     CHUNKS: "chunks of plain products in float32, anywhere",
 }
 # Kernels that are never used where gradients are tapped.
 NO_BACKWARD = dict.fromkeys(("mosaic", "triton", "wide", "splash"), "has no backward pass")
+_MIXED = ("bfloat16", "float8_e4m3")  # compute dtypes that mix tokens in bfloat16
+_MULTIPLIES = "multiplies in bfloat16, {} was asked for"
 _TILES = (16, 32, 64, 128)  # sizes of a head's state
+# The same on a TPU, of keys and values: both fill whole lanes, but values of a state space may lie
+# side by side.
+STATE_SPACES, DELTA, BY_CHANNEL = "state spaces", "delta", "delta by channel"
+_ON_TPU = {
+    STATE_SPACES: ((128, 256), (32, 64, 128)),
+    DELTA: ((128, 256), (128, 256)),
+    BY_CHANNEL: ((128,), (128,)),
+}
 _MOST_HEAD_DIM = 256
 _WIDE_HEAD_DIM = 512
 _LANES = 128  # tokens of a row must fill them, on a TPU
@@ -108,12 +119,25 @@ def told_kernels(choices: Mapping[int, KernelChoice]) -> str:
 
 
 def recurrence_kernel(
-    platform: str, arch: Arch, dtype: str, capability: float
+    platform: str, arch: Arch, dtype: str, capability: float, *, wanted: str = "auto"
 ) -> KernelChoice | None:
-    """Choose how recurrent layers run their rule; None if the model has no such layer."""
+    """Choose how recurrent layers run their rule; None if the model has no such layer.
+
+    Args:
+        wanted: the attention kernel that the user chose: `blocked` leaves out all kernels.
+    """
     space, delta = arch.state_space, arch.delta
     if space is None and delta is None:
         return None
+    if wanted == BLOCKED:
+        name = VMEM if platform == "tpu" else FUSED
+        return KernelChoice(CHUNKS, {name: f"--attention {BLOCKED} was given"})
+    if platform == "tpu":
+        reason = unfit_on_tpu(STATE_SPACES, dtype, space.state, space.head_dim) if space else None
+        if delta and reason is None:
+            rule = BY_CHANNEL if delta.by_channel else DELTA
+            reason = unfit_on_tpu(rule, dtype, delta.key_dim, delta.value_dim)
+        return KernelChoice(VMEM, {}) if reason is None else KernelChoice(CHUNKS, {VMEM: reason})
     sizes = [space.state, space.head_dim] if space else []
     sizes += [delta.key_dim, delta.value_dim] if delta else []
     reason = unfit_recurrence(platform, dtype, capability, *sizes)
@@ -128,11 +152,30 @@ def unfit_recurrence(platform: str, dtype: str, capability: float, *sizes: int) 
         return f"there is none for {platform}"
     if int(capability) != _HOPPER:
         return _needs_hopper(capability)
-    if dtype not in ("bfloat16", "float8_e4m3"):
-        return f"multiplies in bfloat16, {dtype} was asked for"
+    if dtype not in _MIXED:
+        return _MULTIPLIES.format(dtype)
     unfit = [size for size in sizes if size not in _TILES]
     if unfit:
         return f"takes keys and values of 16, 32, 64 or 128, not {unfit[0]}"
+    return None
+
+
+def unfit_on_tpu(rule: str, dtype: str, keys: int, values: int) -> str | None:
+    """Why a TPU's kernel for a rule of recurrent layers cannot run; None if it can.
+
+    Args:
+        rule: `STATE_SPACES`, `DELTA` or `BY_CHANNEL`.
+        keys: the width of a head's keys.
+        values: the width of its values.
+    """
+    if dtype not in _MIXED:
+        return _MULTIPLIES.format(dtype)
+    widths = ("keys", keys), ("values", values)
+    for (name, width), fit in zip(widths, _ON_TPU[rule], strict=True):
+        if width not in fit:
+            *most, last = map(str, fit)
+            taken = f"{', '.join(most)} or {last}" if most else last
+            return f"takes {name} of {taken}, not {width}"
     return None
 
 

@@ -7,33 +7,53 @@ Decay and products are functions of values in registers.
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from spile.models.config.kernel_choice import unfit_recurrence
+from spile.models.config.kernel_choice import unfit_on_tpu, unfit_recurrence
 from spile.models.forward.ops import gpu_capability
 
 LEAST = 16  # the smallest side of a tile that is multiplied
+_plain = ContextVar("plain", default=False)
+
+
+@contextmanager
+def plain_recurrence(plain: bool) -> Generator[None, None, None]:
+    """Trace recurrent layers without kernels, if asked."""
+    token = _plain.set(plain)
+    try:
+        yield
+    finally:
+        _plain.reset(token)
 
 
 def serves_recurrence(dtype: jnp.dtype, *sizes: int) -> bool:
     """Return whether this process has a GPU whose kernels mix such values, and states so large."""
+    if _plain.get():
+        return False
     return unfit_recurrence("gpu", str(dtype), gpu_capability(), *sizes) is None
 
 
+def serves_on_tpu(rule: str, dtype: jnp.dtype, keys: int, values: int) -> bool:
+    """Return whether a TPU's kernel for a rule mixes such values; arguments as `unfit_on_tpu`."""
+    return not _plain.get() and unfit_on_tpu(rule, str(dtype), keys, values) is None
+
+
 def with_gradient_of(
-    definition: Callable[..., Array], kernel: Callable[..., Array]
-) -> Callable[..., Array]:
+    definition: Callable[..., Any], kernel: Callable[..., Any]
+) -> Callable[..., Any]:
     """Return a kernel whose gradient is that of the definition, which is computed anew for it."""
 
-    def forward(*given: Any) -> tuple[Array, tuple[Any, ...]]:
+    def forward(*given: Any) -> tuple[Any, tuple[Any, ...]]:
         return kernel(*given), given
 
-    def backward(given: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
+    def backward(given: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
         return jax.vjp(definition, *given)[1](cotangent)
 
     run: Any = jax.custom_vjp(kernel)
@@ -86,15 +106,19 @@ def columns_of(size: int) -> Int[Array, "size size"]:
 def dot(
     a: Float[Array, "m n"],
     b: Float[Array, "n p"],
-    precision: jax.lax.DotAlgorithmPreset | None = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "m p"]:
     """Multiply two tiles; the sum is in float32."""
     return _dot(a, b, 1, 0, precision)
 
 
-def dot_by_rows(a: Float[Array, "m n"], b: Float[Array, "p n"]) -> Float[Array, "m p"]:
+def dot_by_rows(
+    a: Float[Array, "m n"],
+    b: Float[Array, "p n"],
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "m p"]:
     """Multiply a tile by the transpose of another."""
-    return _dot(a, b, 1, 1)
+    return _dot(a, b, 1, 1, precision)
 
 
 def dot_by_columns(a: Float[Array, "n m"], b: Float[Array, "n p"]) -> Float[Array, "m p"]:
@@ -102,15 +126,13 @@ def dot_by_columns(a: Float[Array, "n m"], b: Float[Array, "n p"]) -> Float[Arra
     return _dot(a, b, 0, 0)
 
 
-def _dot(
-    a: Array, b: Array, of: int, by: int, precision: jax.lax.DotAlgorithmPreset | None = None
-) -> Array:
+def _dot(a: Array, b: Array, of: int, by: int, precision: jax.lax.PrecisionLike = None) -> Array:
     terms = (((of,), (by,)), ((), ()))
     return jax.lax.dot_general(a, b, terms, precision, preferred_element_type=jnp.float32)
 
 
 def inverse_of_unit_lower(
-    lower: Float[Array, "size size"], precision: jax.lax.DotAlgorithmPreset | None
+    lower: Float[Array, "size size"], precision: jax.lax.PrecisionLike
 ) -> Float[Array, "size size"]:
     """Return the inverse of the identity plus the strictly lower part of a matrix of size 2^n.
 

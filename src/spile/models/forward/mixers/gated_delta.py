@@ -7,7 +7,8 @@ every document. Each dimension of a key may have its own decay (`decay_by_channe
 
 `recurrent` is that definition, token by token. `chunked` is what runs: it computes the same values
 by matrix products within chunks of tokens, and only the chunks run in sequence. Both compute in
-float32. On GPUs that they serve, two kernels do the same for 16-bit values (`kernels.gated_delta`).
+float32. Where they serve, kernels do the same for 16-bit values (`kernels.gated_delta` on GPUs,
+`kernels.gated_delta_tpu` on TPUs).
 Within a chunk, what each token writes depends on what the earlier ones wrote. This is a
 triangular system, whose inverse is built from the inverses of its halves. (Its power series would
 take fewer steps, but loses all precision if keys are similar.)
@@ -26,8 +27,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from spile.models.config.arch import Arch, GatedDelta
+from spile.models.config.kernel_choice import BY_CHANNEL, DELTA
+from spile.models.forward.kernels import decay_by_channel_tpu as by_channel_on_tpu
 from spile.models.forward.kernels import gated_delta as kernel
-from spile.models.forward.kernels.chunks import serves_recurrence, with_gradient_of
+from spile.models.forward.kernels import gated_delta_tpu as kernel_on_tpu
+from spile.models.forward.kernels.chunks import (
+    serves_on_tpu,
+    serves_recurrence,
+    with_gradient_of,
+)
 from spile.models.forward.mixers import decay_by_channel
 from spile.models.forward.mixers.recurrence import (
     convolution,
@@ -125,7 +133,7 @@ def _strengths(x: Hidden, block: Block, delta: GatedDelta) -> tuple[Scalars, _Ke
 
 
 def _rule(delta: GatedDelta, state_norms: bool, dtype: jnp.dtype) -> Callable[..., Read]:
-    """Return the rule, with queries and keys normalised: one kernel on GPUs that it serves."""
+    """Return the rule, with queries and keys normalised: kernels on devices that they serve."""
     if not delta.by_channel:
         plain = partial(chunked, state_norms=state_norms)
     elif state_norms:
@@ -135,17 +143,22 @@ def _rule(delta: GatedDelta, state_norms: bool, dtype: jnp.dtype) -> Callable[..
     else:
         plain = _by_channel
     exact = partial(_in_float32, rule=plain)
-    serves = serves_recurrence(dtype, delta.key_dim, delta.value_dim)
-    if state_norms or delta.by_channel or not serves:
+    kernels, sizes = dict[str, Callable[..., Heads]](), (delta.key_dim, delta.value_dim)
+    if serves_recurrence(dtype, *sizes) and not delta.by_channel:
+        kernels["cuda"] = kernel.rule
+    if serves_on_tpu(BY_CHANNEL if delta.by_channel else DELTA, dtype, *sizes):
+        kernels["tpu"] = by_channel_on_tpu.rule if delta.by_channel else kernel_on_tpu.rule
+    if state_norms or not kernels:
         return exact
 
     def definition(*given: Array) -> Heads:
         return exact(*given).values.astype(dtype)
 
-    fused = with_gradient_of(definition, partial(kernel.rule, eps=_NORM_EPS))
-    return lambda *given: Read(
-        jax.lax.platform_dependent(*given, cuda=fused, default=definition), None
-    )
+    ways = {
+        platform: with_gradient_of(definition, partial(fused, eps=_NORM_EPS))
+        for platform, fused in kernels.items()
+    }
+    return lambda *given: Read(jax.lax.platform_dependent(*given, **ways, default=definition), None)
 
 
 def _in_float32(q: _Keys, k: _Keys, v: Heads, *rest: Array, rule: Callable[..., Read]) -> Read:

@@ -8,7 +8,8 @@ restart with every document.
 
 `recurrent` is that definition, token by token. `chunked` is what runs: it computes the same values
 by matrix products within chunks of tokens, and only the chunks run in sequence. Both compute in
-float32. On GPUs that it serves, one kernel does the same for 16-bit values (`kernels.state_space`).
+float32. Where it serves, one kernel does the same for 16-bit values (`kernels.state_space` on GPUs,
+`kernels.state_space_tpu` on TPUs).
 """
 
 # Strict, but for values that jax's own types leave unknown.
@@ -22,8 +23,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from spile.models.config.arch import Arch, StateSpace
+from spile.models.config.kernel_choice import STATE_SPACES
 from spile.models.forward.kernels import state_space as kernel
-from spile.models.forward.kernels.chunks import serves_recurrence, with_gradient_of
+from spile.models.forward.kernels import state_space_tpu as kernel_on_tpu
+from spile.models.forward.kernels.chunks import (
+    serves_on_tpu,
+    serves_recurrence,
+    with_gradient_of,
+)
 from spile.models.forward.mixers.recurrence import (
     convolution,
     decays,
@@ -117,11 +124,15 @@ def _by_heads(shards: Shards | None, dtype: jnp.dtype, space: StateSpace) -> Cal
 
 
 def _rule(dtype: jnp.dtype, space: StateSpace) -> Callable[..., Heads]:
-    """Return the rule: one kernel on GPUs that it serves, otherwise chunks in float32."""
-    if not serves_recurrence(dtype, space.state, space.head_dim):
+    """Return the rule: one kernel on devices that it serves, otherwise chunks in float32."""
+    sizes, ways = (space.state, space.head_dim), dict[str, Callable[..., Heads]]()
+    if serves_recurrence(dtype, *sizes):
+        ways["cuda"] = with_gradient_of(_in_float32, kernel.rule)
+    if serves_on_tpu(STATE_SPACES, dtype, *sizes):
+        ways["tpu"] = with_gradient_of(_in_float32, kernel_on_tpu.rule)
+    if not ways:
         return _in_float32
-    fused = with_gradient_of(_in_float32, kernel.rule)
-    return lambda *given: jax.lax.platform_dependent(*given, cuda=fused, default=_in_float32)
+    return lambda *given: jax.lax.platform_dependent(*given, **ways, default=_in_float32)
 
 
 def _in_float32(
