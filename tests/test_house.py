@@ -17,7 +17,9 @@ JAX = ("models/forward/", "run/", "compile/", "lens/", "interop/jax_loader.py")
 
 # Modules that another file tests, because their behaviour shows only together with others.
 EXEMPT = {
+    "check/hf_arithmetic.py": "check/test_reference.py",
     "check/hf_gradients.py": "models/forward/test_gradient.py",
+    "check/hf_hooks.py": "check/test_reference.py",
     "check/hf_modules.py": "check/test_reference.py",
     "check/latent_rows.py": "check/test_compare_sparse.py",
     "check/lens_rows.py": "e2e/test_lens_top.py",
@@ -38,9 +40,11 @@ EXEMPT = {
     "features/parts.py": "features/test_run.py",
     "features/source.py": "features/test_run.py",
     "fleet/ray/driver.py": "chaos/test_ray.py",
+    "run/model_baselines.py": "run/test_model_gradients.py",
     "models/config/family.py": "models/config/test_families.py",
     "models/config/hf_layers.py": "models/config/test_hf_config.py",
     "models/forward/kernels/chunks.py": "models/forward/kernels/test_state_space.py",
+    "models/forward/kernels/chunks_tpu.py": "models/forward/kernels/test_state_space_tpu.py",
     "models/forward/kernels/wide_attention.py": "models/forward/kernels/test_attention.py",
     **{
         f"models/config/rows/{name}.py": "models/config/test_families.py"
@@ -67,7 +71,6 @@ EXEMPT = {
         )
     },
     "models/files/encoders/settings.py": "models/files/encoders/test_saelens.py",
-    "models/forward/block.py": "models/forward/test_decoder.py",
     "models/forward/ends.py": "models/forward/test_decoder.py",
     "models/forward/forward_pass.py": "models/forward/test_decoder.py",
     "models/forward/lens.py": "e2e/test_lens_top.py",
