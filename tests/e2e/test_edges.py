@@ -1,6 +1,7 @@
 """`SITE_edge` and `--writers`: edge attribution patching, summed over a corpus."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ LATER = {  # no edge leads there
     "mlp_out.0": ("resid_mid.0",),
     "attn_out.1": ("resid_mid.0", "resid_pre.1"),
 }
+SHORT = {"num_hidden_layers": 2, "num_kv_shared_layers": 0}  # of Gemma 4
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +111,30 @@ def test_heads_are_writers_whose_edges_add_up_to_those_of_attention(
     values = made(recipe, tmp_path / "values", taps="z:all", writers=None, reduce="mean")
     beyond = made(recipe, tmp_path / "beyond", writers=f"z:{layer}", baseline=values.url, **options)
     assert check(beyond.url, samples=2).ok
+
+
+def test_edges_of_all_writers_add_up_to_the_attribution_of_the_stream(
+    recipe: Recipe, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """Gemma 4 multiplies the stream at the end of each block, whatever was written before."""
+    folder = tmp_path / "model"
+    randomised(partial(FAMILIES["gemma4-gqa"], **SHORT)).save_pretrained(folder)
+    tiny.write_tokenizer(folder)
+    readers = ("resid_mid:0", "resid_post:0", "resid_mid:1")
+    attributions = ",".join(reader.replace(":", "_attr:") for reader in readers)
+    ds = made(
+        recipe, tmp_path / "out", model=str(folder), max_docs=2, store_dtype="float32",
+        taps=f"resid_mid_edge:0-1,resid_post_edge:0-1,{attributions}",
+        writers="embed,attn_out:all,mlp_out:all,layer_embed_out:all",
+    )  # fmt: skip
+    totals = {reader: ds.read(reader.replace(":", "_attr.")) for reader in readers}
+    # The last norm takes away every change of the stream's length.
+    totals["resid_post:1"] = np.zeros_like(totals["resid_mid:1"])
+    for reader, total in totals.items():
+        edges = ds.read(reader.replace(":", "_edge."))
+        assert np.abs(edges.sum(axis=1) - total).max() < 2e-5 * np.abs(edges).max()
+    if pytestconfig.getoption("--chaos-full"):  # XLA then sums as it does for users
+        assert check(ds.url, samples=2).ok
 
 
 @pytest.mark.full

@@ -3,6 +3,7 @@
 # Strict, but for values that torch's own types leave unknown.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from spile.check.backward import BackwardPass
 from spile.check.hf_hooks import TorchChange
 from spile.models.sites import BACKWARD
-from spile.models.taps import Tap, writes_to
+from spile.models.taps import Tap, ended_between, writes_to
 
 # Of the objective with respect to some taps; with changes at the places of a path, if they are
 # given.
@@ -32,6 +33,7 @@ class HfBackward:
     gradients: Gradients
     values: Callable[[Collection[str]], dict[str, np.ndarray]]
     projection: Callable[[str], np.ndarray]  # of a tap's heads to the stream: [width, values]
+    block_scale: Callable[[int], float]  # that the stream is multiplied with as a block ends
     made: BackwardPass
 
     def taps(self, names: Collection[str]) -> dict[str, np.ndarray]:
@@ -71,9 +73,11 @@ class HfBackward:
         for place, writer in enumerate(self.made.writers):
             if not writes_to(writer, Tap.from_name(reader), self.made.arch):
                 continue
-            name, own = replace(writer, heads=()).name, gradients
+            name = replace(writer, heads=()).name
+            ended = ended_between(writer, Tap.from_name(reader))
+            own = gradients * math.prod(map(self.block_scale, ended))
             if writer.heads:
-                own = (gradients @ self.projection(name)).reshape(values[name].shape)
+                own = (own @ self.projection(name)).reshape(values[name].shape)
             found = self._products(name, values, own)
             products[:, place] = found[:, writer.heads[0]] if writer.heads else found
         return products

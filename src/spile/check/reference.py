@@ -279,13 +279,18 @@ class Reference:
         def values(sources: Collection[str]) -> dict[str, np.ndarray]:
             return self.taps(token_ids, sources, noise=noise)
 
-        return HfBackward(of_sites, values, self._projection, made).taps(names)
+        scale = self._block_scale
+        return HfBackward(of_sites, values, self._projection, scale, made).taps(names)
 
     def _projection(self, tap: str) -> np.ndarray:
         """Return the matrix through which heads are added to the stream: [width, values]."""
         module = self._whole[tap].module
         weight = module.weight if isinstance(module, torch.nn.Linear) else module.weight.T  # Conv1D
         return as_array(weight) * self._whole[tap.replace("z", "attn_out", 1)].scale
+
+    def _block_scale(self, layer: int) -> float:
+        """Return what the stream is multiplied with at the end of a block: Gemma 4 learns it."""
+        return float(getattr(find_part(self._body, "blocks")[layer], "layer_scalar", 1.0))
 
     def _known(
         self, sources: Collection[str], found: Mapping[str, np.ndarray]

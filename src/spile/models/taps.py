@@ -375,6 +375,19 @@ def writes_to(writer: Tap, reader: Tap, arch: Arch) -> bool:
     return place_of(computed_as(writer), arch) <= place_of(computed_as(reader), arch)
 
 
+def ended_between(writer: Tap, reader: Tap) -> range:
+    """The blocks that end after a value is added to the stream, and before the stream is read.
+
+    Some models multiply the stream there (`Arch.block_scale`).
+    """
+
+    def ended(tap: Tap) -> int:
+        own = computed_as(tap)
+        return (own.layer or 0) + (own.site == "resid_post")
+
+    return range(ended(writer), ended(reader))
+
+
 def sites_on_paths(taps: Iterable[Tap]) -> dict[Tap, list[Tap]]:
     """Return the places whose values integrated gradients change, each with its taps.
 

@@ -49,7 +49,7 @@ from spile.models.forward.pooling import Pooling
 from spile.models.forward.weights import LayerSchedule, Params, WeightArrays, block_array
 from spile.models.objectives import Objective
 from spile.models.sites import HEADS_WRITE
-from spile.models.taps import Tap, sites_on_paths, writes_to
+from spile.models.taps import Tap, ended_between, sites_on_paths, writes_to
 from spile.run.step.devices import StepDevices
 from spile.run.step.stored import PRODUCTS, Extras, Reduced, StoredForm, joined
 
@@ -226,7 +226,7 @@ class StepSettings:
                     encoded=tap.name in self.encoders,
                 )  # fmt: skip
             for tap in (tap for tap in self.taps if tap.kind.crossed):
-                written = self._written(params, found[tap])
+                written = self._written(params, tap.source, found[tap])
                 found[tap] = self._edges(tap, values, written, baselines or {}, inputs)
             kept = {name: each for name, each in values.items() if name in (*names, GAPS)}
             return kept | {tap.name: each for tap, each in found.items()}
@@ -268,23 +268,28 @@ class StepSettings:
             found |= mean_gradients(self.steps, gradients)
         return found
 
-    def _written(self, params: Params, gradients: Array) -> Callable[[Tap], Array]:
+    def _written(self, params: Params, reader: Tap, gradients: Array) -> Callable[[Tap], Array]:
         """Return a function from a writer to the gradient with respect to its values.
 
         Args:
-            gradients: with respect to the stream that it is added to: [tokens, width].
+            gradients: with respect to the stream that is read: [tokens, width].
         """
 
         def of(writer: Tap) -> Array:
-            if writer.site != HEADS_WRITE:
-                return gradients
-            arch = self.arch.of(self.arch.layers[writer.layer or 0])
-            delta = self.arch.layers[writer.layer or 0].mixer == GATED_DELTA
-            name = "wdo" if delta else "wo"
-            matrix = block_array(params, self.schedule, writer.layer or 0, name)
-            scale = arch.residual_scale * (1.0 if delta else arch.attn_out_scale)
-            found = jnp.dot(gradients, matrix, preferred_element_type=jnp.dtype("float32")) * scale
-            return found.reshape(len(gradients), *writer.shape(self.arch, 1))
+            own = gradients.astype(jnp.float32)
+            if writer.site == HEADS_WRITE:
+                arch = self.arch.of(self.arch.layers[writer.layer or 0])
+                delta = self.arch.layers[writer.layer or 0].mixer == GATED_DELTA
+                matrix = block_array(
+                    params, self.schedule, writer.layer or 0, "wdo" if delta else "wo"
+                )
+                own = jnp.dot(gradients, matrix, preferred_element_type=jnp.dtype("float32"))
+                own = own * arch.residual_scale * (1.0 if delta else arch.attn_out_scale)
+                own = own.reshape(len(gradients), *writer.shape(self.arch, 1))
+            for layer in ended_between(writer, reader) if self.arch.block_scale else ():
+                scale = block_array(params, self.schedule, layer, "block_scale")
+                own = own * scale.astype(jnp.float32).reshape((1,) * own.ndim)
+            return own
 
         return of
 
