@@ -72,13 +72,9 @@ def test_a_fault_at_any_call_neither_loses_nor_hides_anything(
     ("name", "points"),
     [
         ("extract", 1),
-        ("more", 1),
-        ("drop", 1),
         ("gc-dropped", 1),
         ("compact", 2),
         ("merge", 1),
-        ("gc", 1),
-        ("export-npy", 1),
         ("repair-copy", 1),
     ],
 )

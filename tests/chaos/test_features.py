@@ -32,6 +32,7 @@ def counted(path: Path) -> int:
     return sum(each.is_file() for each in path.glob("features/**/*"))
 
 
+@pytest.mark.full
 def test_kills_leave_the_same_bits(tmp_path: Path, full: bool) -> None:
     made = stored.build(
         tmp_path / "out", [[4000]] * 12, taps=stored.LATENTS, seq_len=4096,

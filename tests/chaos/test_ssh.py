@@ -99,6 +99,7 @@ def done(out: Path) -> int:
     return len(list(out.glob("done/*/*.json")))
 
 
+@pytest.mark.full
 def test_a_world_is_launched_again_on_a_host_that_was_down(
     hosts: Hosts, made: tuple[Work, Path], tmp_path: Path
 ) -> None:

@@ -872,6 +872,7 @@ def adapter(folder: Folder) -> Path:
     return directory
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", some(["float32", "bfloat16"], "float32"))
 def test_an_adapters_dataset_agrees_with_peft(
     dtype: str, llama: Path, adapter: Path, texts: Path, tmp_path: Path

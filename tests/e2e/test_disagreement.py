@@ -116,6 +116,7 @@ def test_a_document_that_disagrees_is_told_with_its_distance(
     assert "disagreement: 1 of 24 documents beyond 0.1" in caplog.text
 
 
+@pytest.mark.full
 def test_it_is_kept_by_growth_copies_merges_and_added_taps(
     model: Path, rows: list[dict[str, Any]], tmp_path: Path
 ) -> None:

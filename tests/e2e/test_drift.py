@@ -220,6 +220,7 @@ def test_a_changed_file_beside_the_weights_is_refused(
     refused(work, out, f"model {part}", "stored", "now", model=other)
 
 
+@pytest.mark.full
 def test_a_changed_byte_that_sampling_misses_is_found_before_a_commit(
     tmp_path: Path,
 ) -> None:

@@ -213,6 +213,7 @@ def test_errors_of_a_cross_layer_transcoder_are_made_and_checked(
         spile.extract(recipe, str(tmp_path / "streamed"), spile.Runtime(weights="disk"))
 
 
+@pytest.mark.full
 def test_errors_are_added_copied_and_dropped_with_their_latents(
     model: Path, corpus: Path, sae: Path, tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ def distances(found: spile.Dataset, wanted: spile.Dataset, taps: Sequence[str]) 
     ])  # fmt: skip
 
 
+@pytest.mark.full
 def test_rows_are_far_closer_to_float32_than_those_of_bfloat16(folder: Path) -> None:
     exact, ours, coarse = (extracted(folder, d, d) for d in ("float32", "float16", "bfloat16"))
     taps = ["embed", "resid_post.1", "resid_post.2", "logits"]

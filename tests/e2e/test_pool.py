@@ -149,6 +149,7 @@ def test_latents_are_the_largest_of_all_means_not_means_of_the_largest(
     assert checked.ok and {*checked.taps} == {"resid_post_latents.1", "mlp_hidden.0"}
 
 
+@pytest.mark.full
 def test_all_latents_are_a_dense_row_in_the_order_of_their_ids(
     recipe: Recipe, tmp_path: Path
 ) -> None:
@@ -218,7 +219,10 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, spile.Datas
     return recipe, made(recipe, folder / "tokens")
 
 
-@pytest.mark.parametrize(("pool", "role"), [("mean:turn", None), ("last:assistant", "assistant")])
+@pytest.mark.parametrize(
+    ("pool", "role"),
+    some([("mean:turn", None), ("last:assistant", "assistant")], ("last:assistant", "assistant")),
+)
 def test_turns_and_roles_have_their_own_tokens(
     pool: str, role: str | None, chats: tuple[Recipe, spile.Dataset], tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ def check_close(one: Rows, other: Rows) -> None:
             np.testing.assert_allclose(values, other[name][what], rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.full
 def test_a_pooled_dataset_grows_gains_taps_and_is_copied(model: Path, tmp_path: Path) -> None:
     corpus, out = tmp_path / "corpus", tmp_path / "out"
     documents(corpus / "a.jsonl", "abcdef", 1)

@@ -95,7 +95,6 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ("s3", "table.csv"),
         ],
         ("gs", "**/*.parquet"),
-        ("s3", "zipped.jsonl.gz"),
     ),
 )
 def test_what_is_extracted_from_a_bucket_is_what_is_extracted_from_a_disk(
@@ -198,6 +197,7 @@ def test_other_verbs_know_models_in_buckets(model: Path, texts: Path, tmp_path: 
     assert checked.code == 0, checked.err
 
 
+@pytest.mark.full
 def test_what_cannot_be_found_is_one_line(model: Path, texts: Path, tmp_path: Path) -> None:
     bucket = servers.new_s3_store()
     weights, corpus = upload(model, f"{bucket}/model"), upload(texts, f"{bucket}/texts")

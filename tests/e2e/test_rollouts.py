@@ -123,6 +123,7 @@ def test_answers_of_other_engines_are_read_by_named_columns(
     assert ds.index(0, 3)["token_id"].tolist() == [4, 5, 6]
 
 
+@pytest.mark.full
 def test_rollouts_that_come_later_are_added(model: Path, made: Path, tmp_path: Path) -> None:
     """A directory that is not finished is read as far as it is, and later to its end."""
     growing, late = tmp_path / "growing", made / "data" / "000000"

@@ -75,6 +75,7 @@ def test_it_names_the_wheel_and_every_locked_package_by_hash(dist: Path, wheel: 
     )
 
 
+@pytest.mark.full
 def test_who_needs_whom_is_what_the_packages_say(dist: Path) -> None:
     made = read(dist, "cpu")
     names = {component["bom-ref"]: component["name"] for component in made["components"]}

@@ -62,6 +62,7 @@ def by_the_formula(folder: Path, average: bool) -> list[float]:
     return [float(np.mean(score)) for score in scores]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("average", [False, True])
 def test_the_figures_are_those_of_the_formula(
     pairs: Path, imported: Callable[[str], Any], average: bool

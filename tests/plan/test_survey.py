@@ -33,6 +33,7 @@ def job_of(
     return recipe, resolve(recipe, ledger, "cpu"), ledger
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "fields",
     [

@@ -294,6 +294,7 @@ def kill_at_random(model: Path, tmp_path: Path, kills: int) -> None:
             check_each_once(out, 60)
 
 
+@pytest.mark.full
 def test_killed_rollouts_are_continued(model: Path, tmp_path: Path) -> None:
     kill_at_random(model, tmp_path, 2)
 

@@ -52,6 +52,7 @@ def test_attributions_are_gradients_times_values_less_a_baseline(loaded: spile.M
     close(found, (grads["z.1"] * (values["z.1"] - other["z.1"])).sum(-1)[:, :, 2:3])
 
 
+@pytest.mark.full
 def test_integrated_gradients_add_up_to_the_change_of_the_objective(loaded: spile.Model) -> None:
     """Along the path from a baseline; with an objective of one's own, and a splice before it."""
     text = TEXTS[0]

@@ -330,6 +330,7 @@ class CountedRequests(LocalObjects):
         return super().create(key, data)
 
 
+@pytest.mark.full
 def test_one_more_generation_costs_as_much_after_few_as_after_many(tmp_path: Path) -> None:
     def cost(count: int) -> Counter[str]:
         path, last = tmp_path / str(count), count - 1

@@ -1,11 +1,11 @@
 """`spile push`, by the Hub's own client, to a real server."""
 
-import gc
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,6 +203,7 @@ def test_complete_added_taps_are_pushed_and_dropped_ones_removed(
     assert "z.0" not in open_dataset(client.download(tmp_path / "again").url).taps
 
 
+@pytest.mark.full
 def test_features_are_pushed_with_their_files(hub: Hub, client: Client, tmp_path: Path) -> None:
     made = stored.copied(tmp_path / "out", taps=stored.LATENTS, **stored.ENCODED)
     client.push(made.path, REPO)
@@ -235,13 +236,18 @@ def test_each_record_is_read_once_and_few_units_are_held(
 ) -> None:
     made = stored.copied(tmp_path / "out", ((3,),) * 12)
     added, _ = stored.add_pass(made, {"z.0": 4})
-    source, held = stored.CountedObjects(made.path), list[int]()
+    source, alive, held = stored.CountedObjects(made.path), set[int](), list[int]()
+    of = push._Unit.of
     monkeypatch.setattr(push, "open_objects", lambda out: source)
 
-    def count() -> None:
-        held.append(sum(type(each) is push._Unit for each in gc.get_objects()))
+    def counted(part: push.FinishedPart, number: int) -> push._Unit:
+        unit = of(part, number)
+        alive.add(id(unit))
+        weakref.finalize(unit, alive.discard, id(unit))
+        held.append(len(alive))
+        return unit
 
-    hub.before_commit = count
+    monkeypatch.setattr(push._Unit, "of", counted)
     for _ in range(2):  # the second time, everything is there already
         source.reads.clear()
         client.push(made.path, REPO)

@@ -174,6 +174,7 @@ def test_a_replaced_file_changes_no_row_and_is_reported(
         model.extract(tmp_path / "out")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", some(KINDS, "adapter"))
 def test_a_file_that_is_written_to_ends_the_run_before_a_wrong_unit(
     kind: str,

@@ -15,6 +15,7 @@ from spile.models.forward.kernels.chunks_tpu import CHUNK
 from spile.models.forward.kernels.decay_by_channel_tpu import rule
 from spile.models.forward.mixers import gated_delta as mixer
 from support.libtpu import compiled, needs_libtpu
+from support.marks import some
 from support.recurrence import EPS, delta_by_token, delta_inputs, error, segments
 
 # Documents of 13 tokens end at every place of a chunk; an empty row; documents of several chunks.
@@ -38,8 +39,9 @@ def shapes(delta: GatedDelta, rows: int = 2, seq: int = 2 * CHUNK) -> list[jax.S
     return [keys, keys, values, scalars, decay, shape(dtype=jnp.int32)]
 
 
-def test_documents_may_end_at_any_place_of_a_chunk() -> None:
-    seq = 13 * CHUNK + 7
+@pytest.mark.parametrize("chunks", some([3, 13], 3))  # (in 13, at every place)
+def test_documents_may_end_at_any_place_of_a_chunk(chunks: int) -> None:
+    seq = chunks * CHUNK + 7
     places, (q, k, v, written, _) = (
         segments(EVERY_PLACE, seq), delta_inputs(3, seq, alike=3.0, dim=128)
     )  # fmt: skip

@@ -14,6 +14,7 @@ from spile.models.forward.kernels.chunks_tpu import CHUNK
 from spile.models.forward.kernels.state_space_tpu import rule
 from spile.models.forward.mixers import state_space as mixer
 from support.libtpu import compiled, needs_libtpu
+from support.marks import some
 from support.recurrence import error, segments, state_space_by_token, state_space_inputs
 
 # Documents of 13 tokens end at every place of a chunk; an empty row; documents of several chunks.
@@ -32,9 +33,10 @@ def shapes(space: StateSpace, rows: int = 2, seq: int = 2 * CHUNK) -> list[jax.S
     return [keys, keys, values, scalars, scalars, skip, shape(rows, seq, dtype=jnp.int32)]
 
 
-def test_documents_may_end_at_any_place_of_a_chunk() -> None:
+@pytest.mark.parametrize("chunks", some([3, 13], 3))  # (in 13, at every place)
+def test_documents_may_end_at_any_place_of_a_chunk(chunks: int) -> None:
     # The last chunk is not full, and the one head of a group does not fill the lanes.
-    seq = 13 * CHUNK + 7
+    seq = chunks * CHUNK + 7
     given, places = state_space_inputs(3, seq, 2, 2, (128, 64)), segments(EVERY_PLACE, seq)
     found = jax.jit(partial(rule, interpret=True))(*given, places)
     assert found.dtype == jnp.bfloat16
