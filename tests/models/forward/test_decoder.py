@@ -469,6 +469,26 @@ def test_nothing_is_computed_that_no_tap_needs(tmp_path: Path) -> None:
     assert both < costs["mlp_hidden"] - costs["attn_out"] < 1.2 * both
 
 
+@pytest.mark.parametrize("name", some(["llama-gqa", "gemma3-gqa"], "llama-gqa"))
+def test_no_block_stores_the_stream_that_leaves_the_scan(name: str, tmp_path: Path) -> None:
+    _, checkpoint = saved(SUPPORTED[name], tmp_path)
+    depth = checkpoint.arch.num_layers
+    schedule = LayerSchedule.of(checkpoint.arch, depth, whole=True)
+    params, _ = load_params(checkpoint, schedule, head=False, dtype=jnp.dtype("float32"))
+    inputs = Inputs(*map(jnp.asarray, BATCH))
+    last, before = Tap("resid_post", schedule.scanned - 1), Tap("resid_post", 0)
+
+    def stores(*taps: Tap) -> bool:
+        forward = partial(Decoder(checkpoint.arch, taps, "float32", masked).forward, params)
+        return "dynamic_update_slice" in str(
+            jax.make_jaxpr(partial(forward, schedule=schedule))(inputs)
+        )
+
+    assert stores(before, last) and not stores(last)
+    found, full = run(checkpoint, (last,), masked), run(checkpoint, (before, last), masked)
+    assert error(found[last.name], full[last.name]) <= 1e-6
+
+
 # how deep the model must run, and whether its last block to the end
 DEEP: dict[str, tuple[int, bool]] = {
     "embed": (0, False),

@@ -3,7 +3,8 @@
 Tapped values live in the scan's carry, one buffer per site and kind of shapes, already in the
 stored dtype and without the rows that nobody asked for. A block that is not tapped at a site writes
 to the slot of the site's next tapped block of its kind, which overwrites it later; only a site that
-ends above the deepest scanned block needs a slot to throw away.
+ends above the deepest scanned block needs a slot to throw away. If one stream alone is tapped, and
+leaves the scan, no block writes it.
 
 On a mesh, a device holds some rows of the batch, and one run of all tokens of the tapped values.
 """
@@ -401,6 +402,11 @@ def _run_blocks(
         for s, layers in seen.items()
     }
 
+    # If the only stream to keep is the one after the last block of the scan, no block stores it: it
+    # is what leaves the scan.
+    streams = {kept: layers for kept, layers in sites.items() if kept[0] == "resid_post"}
+    leaves = bool(schedule.cycles) and [*streams.values()] == [[schedule.scanned - 1]]
+
     def tapped(values: SiteValues, layer: Layer) -> Buffers:
         """The kept values of the sites that this block has."""
         own = [kept for kept in sites if kept[1] == layer.shapes and kept[0] in values]
@@ -485,8 +491,11 @@ def _run_blocks(
                 if kept[1] == kind.shapes:
                     probes[kept], watching[kept] = lent(watching[kept], seen_slot[kept])
             stream, _, values = run_one(stream, block, here, kind, at, own_of(layer), probes)
+            found = tapped(values, kind)
+            if leaves:
+                found = {kept: value for kept, value in found.items() if kept not in streams}
             carried = _Carried(
-                put(carried.taps, tapped(values, kind), slot),
+                put(carried.taps, found, slot),
                 put(carried.aims, aimed(values, kind), aim_slot),
                 watching,
             )
@@ -506,6 +515,7 @@ def _run_blocks(
     buffers = {
         s: jnp.zeros((most[s], *run.shape(s, run.arch.layers[layers[0]])), dtypes[s[0]])
         for s, layers in sites.items()
+        if not (leaves and s in streams)
     }
     if run.shards:
         buffers = {s: run.shards.runs(buffer, lead=1) for s, buffer in buffers.items()}
@@ -523,4 +533,7 @@ def _run_blocks(
         counted = run.changes or by_layer is not None or looks
         numbers = jnp.arange(schedule.cycles) if counted else None
         (x, carried), _ = jax.lax.scan(cycle, (x, carried), (*xs, numbers))
+    if leaves:
+        stream = tapped({"resid_post": x}, run.arch.layers[schedule.scanned - 1])
+        carried.taps.update({kept: value[None] for kept, value in stream.items()})
     return apart(x, carried, params.tail, schedule.scanned)
