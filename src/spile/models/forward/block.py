@@ -107,6 +107,7 @@ def run_block(
     values: SiteValues = {}
     lends: Lent | None = None
     post = reads = x
+    more: Hidden | None = None  # what is added to the stream that enters the block
     if mixers := _MIXERS[layer.mixer]:
         reads = entering(x, "attn_norm")
         for name, mix in mixers.items():
@@ -114,24 +115,30 @@ def run_block(
             result, kept, inside = mix(given, block, layer, run, at, lent)
             lends = kept or lends
             out = added(f"{name}_out", result)
-            post = post + out.astype(x.dtype)
             values |= {**inside, f"{name}_in": given, f"{name}_out": out}
-        if layer.mlp:
-            values["resid_mid"] = post = materialized(at("resid_mid", post))
+            out = out.astype(x.dtype)
+            more = out if more is None else more + out
+        assert more is not None
+        if not (arch.parallel and layer.mlp):
+            post = x + more
+            if layer.mlp:
+                values["resid_mid"] = post = materialized(at("resid_mid", post))
     if layer.mlp:
-        stream = x if arch.parallel else post
         if not arch.shared_norm:
-            reads = entering(stream, "mlp_norm")
+            reads = entering(post, "mlp_norm")
         mlp_in = at("mlp_in", reads)
-        mlp, inside = _mlp(mlp_in, stream, block, run, at)
+        mlp, inside = _mlp(mlp_in, post, block, run, at)
         mlp_out = added("mlp_out", mlp)
-        post = post + mlp_out.astype(x.dtype)
         values |= {**inside, "mlp_in": mlp_in, "mlp_out": mlp_out}
+        out = mlp_out.astype(x.dtype)
+        # (Beside attention, both are added first, as in HF: a GPU's product then adds the other.)
+        post = x + (more + out) if arch.parallel and more is not None else post + out
     if own is not None:
         values["layer_embed"] = own = at("layer_embed", own)
         gated = activate(own, linear(post, block["wlg"]), arch.activation, None)
-        values["layer_embed_out"] = more = added("layer_embed_out", linear(gated, block["wlo"]))
-        post = post + more.astype(x.dtype)
+        embedded = added("layer_embed_out", linear(gated, block["wlo"]))
+        values["layer_embed_out"] = embedded
+        post = post + embedded.astype(x.dtype)
     if arch.block_scale:
         post = post * block["block_scale"].reshape(1, 1, 1)
     values["resid_post"] = post = materialized(run.by_rows(at("resid_post", post)))

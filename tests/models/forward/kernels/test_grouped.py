@@ -34,6 +34,26 @@ def test_runs_begin_at_multiples_and_hold_their_rows_in_order() -> None:
     assert np.count_nonzero(laid) == len(expert)
 
 
+@pytest.mark.parametrize("runs", [1, 5])
+def test_a_layout_has_room_for_any_sizes_and_nothing_beside_a_single_run(runs: int) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        sizes = rng.integers(0, 90, runs)
+        layout = Groups(jnp.asarray(sizes), int(sizes.sum()), EIGHT)
+        assert (-(-sizes // EIGHT) * EIGHT).sum() <= layout.rows
+    assert Groups(jnp.asarray([4096]), 4096, EIGHT).rows == 4096
+
+
+def test_the_inner_layer_of_a_plain_mlp_is_not_copied() -> None:
+    x, matrix = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 512), (832, 512)))
+    traced = jax.jit(partial(grouped.gated_product, gating=GATINGS["qwen"])).trace(
+        x, matrix, matrix
+    )
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    assert not [each for each in text.splitlines() if "stablehlo.slice" in each and "832" in each]
+
+
 def test_tiles_of_the_table_cover_each_run_once() -> None:
     runs = Groups(jnp.asarray(SIZES), sum(SIZES) + 50, EIGHT)  # 50 rows belong to nobody
     owner, first, left, used = map(np.asarray, grouped._table(runs))

@@ -69,8 +69,9 @@ class Groups:
         """The number of rows in the layout, including the gaps between runs."""
         if self.aligned == 1:
             return self.count
-        filled = -(-self.count // self.aligned) + len(self.sizes)
-        return max(_ROWS, filled * self.aligned)
+        # (Of one run, all rows are its own: nothing has to be cut off.)
+        gaps = (self.aligned - 1) * len(self.sizes)
+        return max(_ROWS, (self.count + gaps) // self.aligned * self.aligned)
 
     def starts(self) -> Int[Array, " experts"]:
         room = -(-self.sizes // self.aligned) * self.aligned
