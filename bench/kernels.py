@@ -27,6 +27,8 @@ SPACES = {
 }
 # heads of keys, heads of values, width
 DELTAS = {"Qwen3-Next-80B-A3B": (16, 32, 128), "Qwen3.5-27B": (16, 48, 128)}
+# heads of keys and values, width; each channel has its own decay
+BY_CHANNEL = {"Kimi-Linear-48B-A3B": (32, 128)}
 CHANNELS = (8192, 10240)
 # experts, chosen, width, width inside, activation, limit
 EXPERTS = {
@@ -58,7 +60,7 @@ def recurrence(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
     import jax
     import jax.numpy as jnp
 
-    from spile.models.forward.kernels import gated_delta, state_space
+    from spile.models.forward.kernels import decay_by_channel, gated_delta, state_space
     from spile.models.forward.mixers import gated_delta as delta
     from spile.models.forward.mixers import state_space as space
 
@@ -115,6 +117,29 @@ def recurrence(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
             run = jax.jit(partial(gated_delta.rule, eps=1e-6, tiling=tiling))
             ways[_told(tiling, gated_delta.FASTEST)] = partial(run, *given)
         yield f"{name}: the gated delta rule", ways | _fla_delta(given, batch)
+    for name, (heads, dim) in BY_CHANNEL.items():
+        written = jax.nn.sigmoid(drawn(heads, dtype=jnp.float32))
+        kept = -jax.nn.softplus(drawn(heads, dim, dtype=jnp.float32))
+        given = (drawn(heads, dim), drawn(heads, dim), drawn(heads, dim), written, kept, segments)
+        plain = jax.jit(partial(delta._in_float32, rule=delta._by_channel))
+        ways = {"plain jax": partial(plain, *given)}
+        tilings = [decay_by_channel.TILING]
+        if options.tilings:
+            tilings += [
+                decay_by_channel.TILING._replace(**changes)
+                for changes in (
+                    {"split": 1},
+                    {"split": 4},
+                    {"stages": 2},
+                    {"warps": 8},
+                    {"solve_warps": 4},
+                    {"chunk": 32, "solve_warps": 4},
+                )
+            ]
+        for tiling in tilings:
+            run = jax.jit(partial(decay_by_channel.rule, eps=1e-6, tiling=tiling))
+            ways[_told(tiling, decay_by_channel.TILING)] = partial(run, *given)
+        yield f"{name}: the delta rule with a decay by channel", ways | _fla_delta(given, batch)
 
 
 def convolution(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
@@ -389,16 +414,16 @@ def _fla_delta(given: tuple[Any, ...], batch: Any) -> Ways:
         return {}
     import torch
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.kda import chunk_kda
 
     q, k, v, written, kept, *_ = map(_torch, given)
+    chunked = chunk_kda if kept.ndim == v.ndim else chunk_gated_delta_rule
     each = v.shape[2] // q.shape[2]
     q, k = (a.repeat_interleave(each, 2) for a in (q, k))
     written, ends = written.to(torch.bfloat16), _ends(batch)
 
     def run() -> None:
-        chunk_gated_delta_rule(
-            q, k, v, g=kept, beta=written, cu_seqlens=ends, use_qk_l2norm_in_kernel=True
-        )
+        chunked(q, k, v, g=kept, beta=written, cu_seqlens=ends, use_qk_l2norm_in_kernel=True)
         torch.cuda.synchronize()
 
     return {"fla": run}

@@ -141,8 +141,6 @@ def recurrence_kernel(
     sizes = [space.state, space.head_dim] if space else []
     sizes += [delta.key_dim, delta.value_dim] if delta else []
     reason = unfit_recurrence(platform, dtype, capability, *sizes)
-    if reason is None and delta and delta.by_channel:
-        reason = "needs one decay for all channels of a head"
     return KernelChoice(FUSED, {}) if reason is None else KernelChoice(CHUNKS, {FUSED: reason})
 
 

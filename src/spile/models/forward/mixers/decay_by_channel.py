@@ -4,8 +4,8 @@ The product of two tokens' keys then needs the decay of every channel from one t
 (arXiv:2510.26692). That decay is split at a border between the two tokens: one factor from the
 earlier token to the border, and one from the border to the later token. So all products across a
 border are one matrix product. Every factor is at most one. (With one border for a whole chunk, some
-factors could overflow float32.) On TPUs, one kernel does the same for 16-bit values
-(`kernels.decay_by_channel_tpu`).
+factors could overflow float32.) Kernels do the same for 16-bit values (`kernels.decay_by_channel`
+on GPUs, `kernels.decay_by_channel_tpu` on TPUs).
 """
 
 # Strict, but for values that jax's own types leave unknown.

@@ -28,6 +28,7 @@ from jaxtyping import Array, Float
 
 from spile.models.config.arch import Arch, GatedDelta
 from spile.models.config.kernel_choice import BY_CHANNEL, DELTA
+from spile.models.forward.kernels import decay_by_channel as by_channel_kernel
 from spile.models.forward.kernels import decay_by_channel_tpu as by_channel_on_tpu
 from spile.models.forward.kernels import gated_delta as kernel
 from spile.models.forward.kernels import gated_delta_tpu as kernel_on_tpu
@@ -144,8 +145,8 @@ def _rule(delta: GatedDelta, state_norms: bool, dtype: jnp.dtype) -> Callable[..
         plain = _by_channel
     exact = partial(_in_float32, rule=plain)
     kernels, sizes = dict[str, Callable[..., Heads]](), (delta.key_dim, delta.value_dim)
-    if serves_recurrence(dtype, *sizes) and not delta.by_channel:
-        kernels["cuda"] = kernel.rule
+    if serves_recurrence(dtype, *sizes):
+        kernels["cuda"] = by_channel_kernel.rule if delta.by_channel else kernel.rule
     if serves_on_tpu(BY_CHANNEL if delta.by_channel else DELTA, dtype, *sizes):
         kernels["tpu"] = by_channel_on_tpu.rule if delta.by_channel else kernel_on_tpu.rule
     if state_norms or not kernels:
