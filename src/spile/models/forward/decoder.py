@@ -403,9 +403,11 @@ def _run_blocks(
     }
 
     # If the only stream to keep is the one after the last block of the scan, no block stores it: it
-    # is what leaves the scan.
+    # is what leaves the scan. (On a mesh, XLA would then divide every block's stream as taps are
+    # divided.)
     streams = {kept: layers for kept, layers in sites.items() if kept[0] == "resid_post"}
-    leaves = bool(schedule.cycles) and [*streams.values()] == [[schedule.scanned - 1]]
+    alone = [*streams.values()] == [[schedule.scanned - 1]]
+    leaves = alone and bool(schedule.cycles) and run.shards is None
 
     def tapped(values: SiteValues, layer: Layer) -> Buffers:
         """The kept values of the sites that this block has."""
