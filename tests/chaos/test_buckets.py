@@ -15,9 +15,8 @@ import pytest
 from chaos.harness import Witness, Work, check_same, launch, run, said, wait_for
 from spile.objects import bucket, open_objects
 from support import servers, tiny
-from support.marks import some
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.full]
 
 STORES: dict[str, Callable[[], str]] = {"s3": servers.new_s3_store, "gs": servers.new_gcs_store}
 SHARE = 0.2  # of the requests fail
@@ -46,14 +45,10 @@ def made(model: Path, folder: Path, documents: int, unit_tokens: int) -> Referen
 
 
 @pytest.fixture(scope="session")
-def reference(
-    model: Path, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
-) -> Reference:
-    documents = 60 if pytestconfig.getoption("--chaos-full") else 12
-    return made(model, tmp_path_factory.mktemp("bucket"), documents, 400)
+def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return made(model, tmp_path_factory.mktemp("bucket"), 60, 400)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("spooled", [False, True], ids=["memory", "spool"])
 def test_a_network_that_fails_loses_and_doubles_nothing(
@@ -96,13 +91,13 @@ class Grown:
 
 @pytest.mark.parametrize(
     ("kind", "where"),
-    some([(kind, where) for kind in STORES for where in ("memory", "spool")], ("s3", "spool")),
+    [(kind, where) for kind in STORES for where in ("memory", "spool")],
 )
 def test_runs_killed_while_they_upload_end_in_the_same_dataset(
-    kind: str, where: str, reference: Reference, tmp_path: Path, full: bool
+    kind: str, where: str, reference: Reference, tmp_path: Path
 ) -> None:
     rng, spooled = random.Random(f"{kind} {where}"), where == "spool"
-    wanted = 13 if full else 1
+    wanted = 13
     kills = 0
     options = {"spool": tmp_path / "spool"} if spooled else {}
     while kills < wanted:
@@ -131,7 +126,6 @@ def test_runs_killed_while_they_upload_end_in_the_same_dataset(
         assert left == [], "the next process removes what those that were killed left"
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kind", STORES)
 def test_of_ten_workers_that_race_for_every_unit_one_commits_it(
     kind: str, reference: Reference, tmp_path: Path

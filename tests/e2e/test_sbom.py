@@ -90,6 +90,7 @@ def test_who_needs_whom_is_what_the_packages_say(dist: Path) -> None:
         assert needs[name] == plain & set(names.values())
 
 
+@pytest.mark.full
 def test_the_same_gives_the_same_bytes(dist: Path, tmp_path: Path, wheel: Path) -> None:
     shutil.copy(wheel, tmp_path)
     lock = ROOT / "docker/requirements-cpu.txt"
