@@ -145,8 +145,9 @@ def _solve(
         key, query = (keys * decay).astype(dtype), (asked * decay).astype(dtype)
         # A token of the second block, and one of the first.
         pair = ((line & width) != 0) & ((column & -width) == (line & -width) - width)
-        met = dot_by_rows(key, key), dot_by_rows(query, key)
-        return tuple(jnp.where(pair, own, old) for own, old in zip(met, products, strict=True))
+        by_key, by_query = products
+        by_key = jnp.where(pair, dot_by_rows(key, key), by_key)
+        return by_key, jnp.where(pair, dot_by_rows(query, key), by_query)
 
     # (In a loop: all widths at once would not fit in registers.)
     begin = jnp.zeros((size, size), jnp.float32), by_query
