@@ -7,8 +7,9 @@ every document. Each dimension of a key may have its own decay (`decay_by_channe
 
 `recurrent` is that definition, token by token. `chunked` is what runs: it computes the same values
 by matrix products within chunks of tokens, and only the chunks run in sequence. Both compute in
-float32. Where they serve, kernels do the same for 16-bit values (`kernels.gated_delta` on GPUs,
-`kernels.gated_delta_tpu` on TPUs).
+float32. Where they serve, kernels do the same for 16-bit values: `kernels.gated_delta` on GPUs and
+`kernels.gated_delta_tpu` on TPUs, or those of `decay_by_channel`.
+
 Within a chunk, what each token writes depends on what the earlier ones wrote. This is a
 triangular system, whose inverse is built from the inverses of its halves. (Its power series would
 take fewer steps, but loses all precision if keys are similar.)
