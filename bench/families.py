@@ -1,7 +1,8 @@
 """Spile's step on every family, against the model's own matrix products and HF, in one run.
 
     python bench/families.py [--models gemma-2-9b,Mixtral-8x7B-v0.1] [--attention auto,triton]
-                             [--seq-len 2048] [--seconds 2] [--hf] [--profile N] [--parity]
+                             [--taps mlp_out:all] [--seq-len 2048] [--seconds 2] [--hf]
+                             [--profile N] [--parity]
 
 Models are published configurations (tests/fixtures/configs), cut to a few layers and a small
 vocabulary, with random bfloat16 weights. Documents have natural lengths (log-normal, median 600,
@@ -157,14 +158,21 @@ def in_float8(params: Any) -> Any:
     return dataclasses.replace(params, cycle=cycle, tail=tail, lead=lead)
 
 
-def natural_batch(rows: int, seq: int) -> Any:
-    """Return a batch of documents of natural lengths, each in the first row with room for it."""
+def natural_batch(rows: int, seq: int, *, mixed: bool = False) -> Any:
+    """Return a batch of documents of natural lengths, each in the first row with room for it.
+
+    Args:
+        mixed: whether to take as many documents as fill the rows. Otherwise the longest of several
+            times as many fill them: rows of 2,048 then hold one each, attention's greatest work.
+    """
     from spile.corpus.pack import Batch
 
     rng = np.random.default_rng(0)
     room, placed = [seq] * rows, [[] for _ in range(rows)]
-    for length in sorted(np.minimum(seq, rng.lognormal(np.log(600), 1.0, rows * seq // 200)),
-                         reverse=True):  # fmt: skip
+    lengths = np.minimum(seq, rng.lognormal(np.log(600), 1.0, rows * seq // 200))
+    if mixed:
+        lengths = lengths[: np.searchsorted(lengths.cumsum(), rows * seq) + 1]
+    for length in sorted(lengths, reverse=True):
         length = max(1, int(length))
         row = next((r for r in range(rows) if room[r] >= length), None)
         if row is not None:
@@ -298,7 +306,7 @@ def parity(name: str, options: argparse.Namespace) -> None:
     settings = transformers.AutoConfig.for_model(**config)
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    batch = natural_batch(2, options.seq_len)
+    batch = natural_batch(2, options.seq_len, mixed=True)
     documents = [
         (row, np.flatnonzero(batch.segments[row] == number))
         for row in range(2)
@@ -405,7 +413,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
     _, arch = read_config(config, "bench")
     seq = min(options.seq_len, arch.max_positions)
     rows = max(1, options.tokens // seq)
-    batch = natural_batch(rows, seq)
+    batch = natural_batch(rows, seq, mixed=options.mixed)
     useful = int(batch.lengths.sum())
     run, flops = products(arch, layers, rows * seq)
     bare = timed(run, options.seconds) * useful / (rows * seq)
@@ -413,7 +421,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
     share = flops * useful / (rows * seq) / bare / PEAK
     rate = useful / bare
     print(f"{name:<30} products {rate:>9,.0f} tok/s ({share:.0%} of 653 TFLOP/s)", flush=True)
-    taps = parse_taps(f"resid_post:{layers - 1}", arch)
+    taps = parse_taps(options.taps or f"resid_post:{layers - 1}", arch)
     params, schedule = random_params(arch, layers)
     ours = 0.0
     for wanted, dtype in product(options.attention.split(","), options.compute_dtypes.split(",")):
@@ -447,7 +455,9 @@ def main() -> None:
     parser.add_argument("--compute-dtypes", default="bfloat16")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--experts", type=int, help="cut to so many experts")
+    parser.add_argument("--taps", help="default: the last layer's stream")
     parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--mixed", action="store_true", help="rows of several documents")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--hf", action="store_true")

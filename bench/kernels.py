@@ -44,6 +44,16 @@ MLPS = {
     "gemma-3-1b": (1152, 6912, 32_768),
     "Qwen2.5-1.5B": (1536, 8960, 32_768),
     "Qwen3-1.7B": (2048, 6144, 16_384),
+    "Qwen3-4B": (2560, 9728, 16_384),
+    "Qwen2.5-7B": (3584, 18944, 16_384),
+    "Llama-3.1-8B": (4096, 14336, 16_384),
+}
+# The same, of MLPs with biases and the exact GELU, but no gate.
+UNGATED = {
+    "pythia-70m": (512, 2048, 131_072),
+    "pythia-410m": (1024, 4096, 32_768),
+    "pythia-1.4b": (2048, 8192, 16_384),
+    "pythia-6.9b": (4096, 16384, 16_384),
 }
 # heads, heads of keys, width, whether heads are normalised
 ROTARY = {
@@ -123,22 +133,25 @@ def recurrence(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
         given = (drawn(heads, dim), drawn(heads, dim), drawn(heads, dim), written, kept, segments)
         plain = jax.jit(partial(delta._in_float32, rule=delta._by_channel))
         ways = {"plain jax": partial(plain, *given)}
-        tilings = [decay_by_channel.TILING]
+        tilings = [decay_by_channel.FASTEST]
         if options.tilings:
             tilings += [
-                decay_by_channel.TILING._replace(**changes)
+                decay_by_channel.FASTEST._replace(**changes)
                 for changes in (
                     {"split": 1},
                     {"split": 4},
                     {"stages": 2},
-                    {"warps": 8},
-                    {"solve_warps": 4},
-                    {"chunk": 32, "solve_warps": 4},
+                    {"stages": 1},
+                    {"warps": 2},
+                    {"solve_warps": 2},
+                    {"chunk": 16},
+                    {"chunk": 16, "solve_warps": 2},
+                    {"chunk": 64, "solve_warps": 8},
                 )
             ]
         for tiling in tilings:
             run = jax.jit(partial(decay_by_channel.rule, eps=1e-6, tiling=tiling))
-            ways[_told(tiling, decay_by_channel.TILING)] = partial(run, *given)
+            ways[_told(tiling, decay_by_channel.FASTEST)] = partial(run, *given)
         yield f"{name}: the delta rule with a decay by channel", ways | _fla_delta(given, batch)
 
 
@@ -179,7 +192,7 @@ def experts(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
 
     for name, (count, chosen, width, inside, activation, limit) in EXPERTS.items():
         rows = options.tokens * chosen
-        gating = grouped.Gating(activation, limit)
+        inner = grouped.Inner(activation, limit)
         sizes = np.random.default_rng(0).multinomial(rows, np.full(count, 1 / count))
         keys = jax.random.split(jax.random.key(0), 3)
         gate, up = (
@@ -189,15 +202,15 @@ def experts(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
         runs = grouped.Groups(jnp.asarray(sizes), rows, grouped.EIGHT)
         x = jax.random.normal(keys[2], (runs.rows, width), jnp.bfloat16)
 
-        def two(x: Any, gate: Any, up: Any, runs: Any = runs, gating: Any = gating) -> Any:
+        def two(x: Any, gate: Any, up: Any, runs: Any = runs, inner: Any = inner) -> Any:
             way = grouped.mosaic(runs)
-            return activate(way(x, up), way(x, gate), *gating)
+            return activate(way(x, up), way(x, gate), *inner)
 
-        def one(x: Any, gate: Any, up: Any, runs: Any = runs, gating: Any = gating) -> Any:
-            return grouped.mosaic_gated(runs, gating)(x, gate, up)
+        def one(x: Any, gate: Any, up: Any, runs: Any = runs, inner: Any = inner) -> Any:
+            return grouped.mosaic_inner(runs, inner)(x, up, gate)
 
-        def single(x: Any, gate: Any, up: Any, gating: Any = gating) -> Any:
-            return activate(x @ up[0].T, x @ gate[0].T, *gating)
+        def single(x: Any, gate: Any, up: Any, inner: Any = inner) -> Any:
+            return activate(x @ up[0].T, x @ gate[0].T, *inner)
 
         given = (x, gate, up)
         yield (
@@ -214,25 +227,27 @@ def mlp(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
     import jax
     import jax.numpy as jnp
 
-    from spile.models.forward.kernels.grouped import Gating, gated_product
-    from spile.models.forward.ops import activate
+    from spile.models.forward.kernels.grouped import Inner, inner_product
+    from spile.models.forward.ops import activate, linear
 
-    for name, (width, inside, tokens) in MLPS.items():
-        keys = jax.random.split(jax.random.key(0), 3)
+    def plain(x: Any, up: Any, gate: Any, bias: Any, inner: Any) -> Any:
+        return activate(linear(x, up, bias), None if gate is None else linear(x, gate), *inner)
+
+    for name, (width, inside, tokens) in {**MLPS, **UNGATED}.items():
+        keys = jax.random.split(jax.random.key(0), 4)
         x = jax.random.normal(keys[0], (tokens, width), jnp.bfloat16)
         gate, up = (
-            jax.random.normal(key, (inside, width), jnp.bfloat16) / width**0.5 for key in keys[1:]
+            jax.random.normal(key, (inside, width), jnp.bfloat16) / width**0.5 for key in keys[1:3]
         )
-
-        def plain(x: Any, gate: Any, up: Any) -> Any:
-            return activate(x @ up.T, x @ gate.T, "silu", None)
-
-        run = jax.jit(partial(gated_product, gating=Gating("silu")))
+        bias = jax.random.normal(keys[3], (inside,), jnp.bfloat16)
+        given = (x, up, None, bias) if name in UNGATED else (x, up, gate, None)
+        inner = Inner("gelu" if name in UNGATED else "silu")
+        what = "up" if name in UNGATED else "gate, up"
         yield (
-            f"{name}: gate, up and activation of one MLP, {tokens:,} tokens",
+            f"{name}: {what} and activation of one MLP, {tokens:,} tokens",
             {
-                "plain jax": partial(jax.jit(plain), x, gate, up),
-                "**kernel**": partial(run, x, gate, up),
+                "plain jax": partial(jax.jit(plain, static_argnums=4), *given, inner),
+                "**kernel**": partial(jax.jit(inner_product, static_argnums=4), *given, inner),
             },
         )
 

@@ -43,7 +43,7 @@ from spile.models.forward.forward_pass import (
 )
 from spile.models.forward.kernels import rotary
 from spile.models.forward.kernels.chunks import with_gradient_of
-from spile.models.forward.kernels.grouped import Gating, gated_product, mosaic_serves
+from spile.models.forward.kernels.grouped import Inner, inner_product, mosaic_serves
 from spile.models.forward.mixers.gated_delta import gated_delta
 from spile.models.forward.mixers.latent_heads import latent_heads, rotate_last
 from spile.models.forward.mixers.short_convolution import short_convolution
@@ -66,7 +66,8 @@ from spile.models.forward.weights import Block
 from spile.models.layout import ROWS
 from spile.models.sites import SITES
 
-_NARROW = 1152  # width up to which one kernel for gate, up and activation gains
+# Widths up to which one kernel for products and activation gains, with a gate and without.
+_NARROW, _NARROW_UNGATED = 1536, 4096
 
 
 def run_block(
@@ -106,33 +107,32 @@ def run_block(
     materialized = jax.lax.optimization_barrier if normed_after else lambda stream: stream
     values: SiteValues = {}
     lends: Lent | None = None
-    post = reads = x
-    more: Hidden | None = None  # what is added to the stream that enters the block
-    if mixers := _MIXERS[layer.mixer]:
+    mixers = _MIXERS[layer.mixer]
+    beside = bool(mixers) and layer.mlp and arch.parallel  # both read the same stream
+    post = reads = to_mlp = x
+    if mixers:
         reads = entering(x, "attn_norm")
+        if beside:
+            to_mlp = reads if arch.shared_norm else entering(x, "mlp_norm")
+            # Or a GPU's product would copy the stream before it adds to it, since it is read later.
+            post, reads, to_mlp = jax.lax.optimization_barrier((x, reads, to_mlp))
         for name, mix in mixers.items():
             given = at(f"{name}_in", reads)
             result, kept, inside = mix(given, block, layer, run, at, lent)
             lends = kept or lends
             out = added(f"{name}_out", result)
+            post = post + out.astype(x.dtype)
             values |= {**inside, f"{name}_in": given, f"{name}_out": out}
-            out = out.astype(x.dtype)
-            more = out if more is None else more + out
-        assert more is not None
-        if not (arch.parallel and layer.mlp):
-            post = x + more
-            if layer.mlp:
-                values["resid_mid"] = post = materialized(at("resid_mid", post))
+        if layer.mlp and not beside:
+            values["resid_mid"] = post = materialized(at("resid_mid", post))
     if layer.mlp:
-        if not arch.shared_norm:
-            reads = entering(post, "mlp_norm")
-        mlp_in = at("mlp_in", reads)
-        mlp, inside = _mlp(mlp_in, post, block, run, at)
+        if not beside:
+            to_mlp = entering(post, "mlp_norm")
+        mlp_in = at("mlp_in", to_mlp)
+        mlp, inside = _mlp(mlp_in, x if beside else post, block, run, at)
         mlp_out = added("mlp_out", mlp)
+        post = mlp_out.astype(x.dtype) + post
         values |= {**inside, "mlp_in": mlp_in, "mlp_out": mlp_out}
-        out = mlp_out.astype(x.dtype)
-        # (Beside attention, both are added first, as in HF: a GPU's product then adds the other.)
-        post = x + (more + out) if arch.parallel and more is not None else post + out
     if own is not None:
         values["layer_embed"] = own = at("layer_embed", own)
         gated = activate(own, linear(post, block["wlg"]), arch.activation, None)
@@ -436,10 +436,10 @@ def _dense_mlp(
     """The MLP whose arrays' names begin with `stem`: its output, and what its last layer reads."""
     arch, bias = run.arch, stem.replace("w", "b")
     of_gate, of_output = arch.mlp_scales
-    gated = Gating(arch.activation, arch.glu_limit)
-    if _one_kernel_serves(x, block, stem, run, gated):
-        both = block[f"{stem}gate"], block[f"{stem}up"]
-        inner = gated_product(x.reshape(-1, x.shape[-1]), *both, gated)
+    inner_layer = Inner(arch.activation, arch.glu_limit)
+    if _one_kernel_serves(x, block, stem, run, inner_layer):
+        given = block[f"{stem}up"], block.get(f"{stem}gate"), block.get(f"{bias}up")
+        inner = inner_product(x.reshape(-1, x.shape[-1]), *given, inner_layer)
         inner = inner.reshape(*x.shape[:2], -1)
     else:
         gate = None
@@ -459,11 +459,19 @@ def _dense_mlp(
     return scaled(out, of_output), hidden
 
 
-def _one_kernel_serves(x: Hidden, block: Block, stem: str, run: ForwardPass, gated: Gating) -> bool:
-    """Whether a kernel for gate, up and activation runs: in narrow models it is the fastest."""
-    arch, names = run.arch, (f"{stem}gate", f"{stem}up")
-    if not arch.gated or run.shards or run.goes_back or x.shape[-1] > _NARROW:
+def _one_kernel_serves(x: Hidden, block: Block, stem: str, run: ForwardPass, inner: Inner) -> bool:
+    """Whether a kernel for an MLP's inner layer runs: in narrow models it is the fastest.
+
+    Without a gate, it is for the exact GELU: others are part of the product by XLA.
+    """
+    arch, names = run.arch, [f"{stem}up"]
+    names += [f"{stem}gate"] if arch.gated else []
+    widest = _NARROW if arch.gated else _NARROW_UNGATED
+    if run.shards or run.goes_back or x.shape[-1] > widest:
         return False
-    simple = arch.mlp_scales[0] == 1.0 and f"{stem.replace('w', 'b')}up" not in block
+    if arch.gated:
+        simple = arch.mlp_scales[0] == 1.0 and f"{stem.replace('w', 'b')}up" not in block
+    else:
+        simple = arch.activation == "gelu"
     plain = all(name in block and not isinstance(block[name], Float8Weight) for name in names)
-    return simple and plain and gated.serves(x.dtype) and mosaic_serves(block[names[1]][None])
+    return simple and plain and inner.serves(x.dtype) and mosaic_serves(block[names[0]][None])

@@ -23,13 +23,13 @@ from spile.models.forward.kernels.grouped import (
     EIGHT,
     ExpertRows,
     Float8Rows,
-    Gating,
     Grouped,
     Groups,
+    Inner,
     Matrices,
     has_mosaic,
     mosaic,
-    mosaic_gated,
+    mosaic_inner,
     mosaic_serves,
     ragged,
     tiled,
@@ -150,7 +150,7 @@ def mix(
     the GPU's kernel, and its copies of words, through which jax has no gradient.
     """
     assert arch.experts
-    weighs_input, gating = arch.experts.weighs_input, Gating(arch.activation, arch.glu_limit)
+    weighs_input, activated = arch.experts.weighs_input, Inner(arch.activation, arch.glu_limit)
     flat, lead, each = x.reshape(-1, x.shape[-1]), x.shape[:2], ids.shape[-1]
     held = len(unscaled(block["w_up"]))
     chosen = ids.reshape(-1, each) - first
@@ -199,9 +199,11 @@ def mix(
         places, sizes = places_of(jnp.where(here, chosen, -1), held, EIGHT)
         runs = Groups(sizes, chosen.size, EIGHT)
         tokens = _spread(flat, places, runs.rows, by, float8=float8)
-        if arch.gated and gating.serves(x.dtype):
-            biases = (block["b_gate"], block["b_up"]) if "b_up" in block else None
-            mixed = mosaic_gated(runs, gating)(tokens, block["w_gate"], block["w_up"], biases)
+        if activated.serves(x.dtype):
+            names = ("up", "gate") if arch.gated else ("up",)
+            given = [block[f"w_{name}"] for name in names]
+            biases = tuple(block[f"b_{name}"] for name in names if f"b_{name}" in block)
+            mixed = mosaic_inner(runs, activated)(tokens, *given, biases=biases)
         else:
             at = jnp.where(here, places, runs.rows).reshape(-1)
             of = jnp.zeros(runs.rows, jnp.int32).at[at].set(chosen.reshape(-1), mode="drop")

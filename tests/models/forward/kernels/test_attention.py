@@ -186,9 +186,9 @@ def test_packed_cudnn_attention_is_the_definition(name: str, dim: int) -> None:
     error = worst(packed, SCORINGS[name], dim, jnp.bfloat16)
     assert error <= 2 * floor
     segments, positions = places()
-    out = packed(segments, positions)(*random_heads(dim, jnp.bfloat16), SCORINGS[name], None)
+    out = packed(segments, positions)(*random_heads(dim, jnp.bfloat16), SCORINGS[name])
     assert bool(jnp.isfinite(out).all()), "padding must be written too"
-    roomy = packed(segments, positions, 64)(*random_heads(dim, jnp.bfloat16), SCORINGS[name], None)
+    roomy = packed(segments, positions, 64)(*random_heads(dim, jnp.bfloat16), SCORINGS[name])
     np.testing.assert_array_equal(out, roomy)  # so a program with more room may take its place
 
 

@@ -10,14 +10,14 @@ import pytest
 
 from spile.models.config.arch import GatedDelta
 from spile.models.forward.kernels import chunks
-from spile.models.forward.kernels.decay_by_channel import TILING, rule
+from spile.models.forward.kernels.decay_by_channel import FASTEST, rule
 from spile.models.forward.mixers import gated_delta as mixer
 from support.marks import some
 from support.recurrence import EPS, delta_by_token, delta_inputs, error, segments
 
 ON_GPU = jax.default_backend() == "gpu"
 # The interpreter takes long for chunks as large as those that run.
-CHOSEN = TILING if ON_GPU else TILING._replace(chunk=16)
+CHOSEN = FASTEST if ON_GPU else FASTEST._replace(chunk=16)
 SIZE = CHOSEN.chunk
 # Documents that end at every place of a chunk, an empty row, and one that begins in padding.
 EVERY_PLACE = ((SIZE - 1,) * SIZE, (), (5, 1, SIZE * 3))
@@ -43,7 +43,7 @@ def test_documents_may_end_at_any_place_of_a_chunk(seq: int, alike: float) -> No
 
 @pytest.mark.full
 def test_chunks_of_the_size_that_runs_and_heads_of_their_own_decay() -> None:
-    seq = TILING.chunk * 4 + 7
+    seq = FASTEST.chunk * 4 + 7
     given = inputs(2, seq, alike=1.0, heads=2, dim=128)
     places = segments(((seq,), (7, 100, seq)), seq)
     found = jax.jit(partial(rule, eps=EPS, interpret=not ON_GPU))(*given, places)

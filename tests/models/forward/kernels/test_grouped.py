@@ -6,17 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import ndtr
 
 from spile.models.forward.kernels import grouped
-from spile.models.forward.kernels.grouped import EIGHT, Float8Rows, Gating, Groups
+from spile.models.forward.kernels.grouped import EIGHT, Float8Rows, Groups, Inner
 from spile.models.forward.ops import FLOAT8, Float8Weight, activate, to_float8
 from support.marks import some
 
 SIZES = (300, 0, 1, 211, 128, 0)
-GATINGS = {
-    "gpt-oss": Gating("quick_gelu", 7.0),
-    "qwen": Gating("silu"),
-    "gemma": Gating("gelu_pytorch_tanh"),
+INNERS = {
+    "gpt-oss": Inner("quick_gelu", 7.0),
+    "qwen": Inner("silu"),
+    "gemma": Inner("gelu_pytorch_tanh"),
+    "pythia": Inner("gelu"),  # without a gate
 }
 
 
@@ -46,8 +48,8 @@ def test_a_layout_has_room_for_any_sizes_and_nothing_beside_a_single_run(runs: i
 
 def test_the_inner_layer_of_a_plain_mlp_is_not_copied() -> None:
     x, matrix = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 512), (832, 512)))
-    traced = jax.jit(partial(grouped.gated_product, gating=GATINGS["qwen"])).trace(
-        x, matrix, matrix
+    traced = jax.jit(partial(grouped.inner_product, inner=INNERS["qwen"])).trace(
+        x, matrix, matrix, None
     )
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
@@ -89,7 +91,7 @@ def test_the_hopper_kernel_of_float8_is_lowered_by_this_jax(gated: bool) -> None
     def run(rows: Float8Rows, w: Float8Weight, sizes: jax.Array) -> jax.Array:
         runs = Groups(sizes, 500, EIGHT)
         if gated:
-            return grouped.mosaic_gated(runs, Gating("silu"))(rows, w, w)
+            return grouped.mosaic_inner(runs, Inner("silu"))(rows, w, w)
         return grouped.mosaic(runs)(rows, w)
 
     rows = Groups(jnp.asarray(SIZES), 500, EIGHT).rows
@@ -106,13 +108,14 @@ def test_the_hopper_kernel_of_float8_is_lowered_by_this_jax(gated: bool) -> None
     assert "mosaic_gpu" in lowered.as_text()
 
 
-@pytest.mark.parametrize("name", some(GATINGS, "gpt-oss"))
-def test_the_hopper_kernel_of_gated_layers_is_lowered_by_this_jax(name: str) -> None:
-    gating = GATINGS[name]
+@pytest.mark.parametrize("name", some(INNERS, "gpt-oss", "pythia"))
+def test_the_hopper_kernel_of_inner_layers_is_lowered_by_this_jax(name: str) -> None:
+    inner = INNERS[name]
 
     def run(x: jax.Array, w: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
-        biases = (b, b) if gating.limit else None
-        return grouped.mosaic_gated(Groups(sizes, 500, EIGHT), gating)(x, w, w, biases)
+        matrices, biases = ((w,), (b,)) if name == "pythia" else ((w, w), (b, b))
+        multiply = grouped.mosaic_inner(Groups(sizes, 500, EIGHT), inner)
+        return multiply(x, *matrices, biases=biases if inner.limit or name == "pythia" else ())
 
     rows = Groups(jnp.asarray(SIZES), 500, EIGHT).rows
     shapes = [
@@ -157,61 +160,74 @@ def test_the_hopper_kernel_multiplies_as_the_tiles_do(
 
 
 @pytest.mark.skipif(not grouped.has_mosaic(), reason="needs a Hopper GPU")
-@pytest.mark.parametrize("gating", GATINGS.values(), ids=GATINGS)
+@pytest.mark.parametrize("name", INNERS)
 @pytest.mark.parametrize(
-    ("sizes", "inner", "outer"),
+    ("sizes", "width", "outer"),
     [(SIZES, 128, 256), ((7, 9, 100, 90), 2880, 2880), ((9000, 3288), 256, 832)],
 )
-def test_the_hopper_kernel_of_gated_layers_activates_products(
-    sizes: tuple[int, ...], inner: int, outer: int, gating: Gating
+def test_the_hopper_kernel_of_inner_layers_activates_products(
+    sizes: tuple[int, ...], width: int, outer: int, name: str
 ) -> None:
     rng = np.random.default_rng(0)
     count, experts = sum(sizes), len(sizes)
-    x = jnp.asarray(rng.standard_normal((count, inner)), jnp.bfloat16)
-    gate, up = (
-        jnp.asarray(rng.standard_normal((experts, outer, inner)) / inner**0.5, jnp.bfloat16)
-        for _ in range(2)
-    )
-    biases = rng.standard_normal((2, experts, outer)) if gating.limit else None
+    inner, matrices = INNERS[name], 1 if name == "pythia" else 2
+    biased = bool(inner.limit) or matrices == 1
+    x = jnp.asarray(rng.standard_normal((count, width)), jnp.bfloat16)
+    weights = [
+        jnp.asarray(rng.standard_normal((experts, outer, width)) / width**0.5, jnp.bfloat16)
+        for _ in range(matrices)
+    ]
+    drawn = rng.standard_normal((matrices if biased else 0, experts, outer))
+    biases = tuple(jnp.asarray(each, jnp.bfloat16) for each in drawn)
     expert = jnp.asarray(np.repeat(np.arange(experts), sizes))
     runs = Groups(jnp.asarray(sizes), count, EIGHT)
 
     @jax.jit
     def run(x: jax.Array) -> jax.Array:
         given = x[runs.lay(jnp.arange(count), expert)]
-        of = None if biases is None else tuple(jnp.asarray(biases, jnp.bfloat16))
-        return grouped.mosaic_gated(runs, gating)(given, gate, up, of)[runs.places(expert)]
+        return grouped.mosaic_inner(runs, inner)(given, *weights, biases=biases)[
+            runs.places(expert)
+        ]
 
     @jax.jit
     def definition(x: jax.Array) -> jax.Array:
         wide = partial(grouped.tiled(Groups(jnp.asarray(sizes), count)), x.astype(jnp.float32))
-        both = [wide(w.astype(jnp.float32)) for w in (gate, up)]
-        if biases is not None:
-            given = jnp.asarray(biases, jnp.bfloat16).astype(jnp.float32)
-            both = [each + bias[expert] for each, bias in zip(both, given, strict=True)]
-        return activate(both[1], both[0], *gating)
+        products = [wide(w.astype(jnp.float32)) for w in weights]
+        for number, bias in enumerate(biases):
+            products[number] = products[number] + bias.astype(jnp.float32)[expert]
+        return activate(products[0], products[1] if matrices == 2 else None, *inner)
 
     found, wanted = (np.asarray(f(x), np.float32) for f in (run, definition))
     assert np.linalg.norm(found - wanted) <= 4e-3 * np.linalg.norm(wanted)
 
 
+def test_the_kernels_gelu_is_as_exact_as_bfloat16_even_where_it_is_tiny() -> None:
+    x = jnp.linspace(-5.4, 5.4, 20_001)
+    found = np.asarray(grouped._activated(x, inner=INNERS["pythia"]), np.float64)
+    wanted = np.asarray(x, np.float64) * ndtr(np.asarray(x, np.float64))
+    np.testing.assert_allclose(found, wanted, rtol=3e-4)
+    far = np.asarray(grouped._activated(jnp.asarray([-40.0, 40.0]), inner=INNERS["pythia"]))
+    np.testing.assert_array_equal(far, [0, 40])
+    assert np.isnan(grouped._activated(jnp.asarray([jnp.nan]), inner=INNERS["pythia"]))
+
+
 @pytest.mark.skipif(not grouped.has_mosaic(), reason="needs a Hopper GPU")
-@pytest.mark.parametrize("gating", [None, Gating("silu")])
-@pytest.mark.parametrize(("sizes", "inner", "outer"), [(SIZES, 128, 256), ((700, 90), 768, 832)])
+@pytest.mark.parametrize("inner", [None, Inner("silu")])
+@pytest.mark.parametrize(("sizes", "width", "outer"), [(SIZES, 128, 256), ((700, 90), 768, 832)])
 def test_the_hopper_kernel_multiplies_float8(
-    sizes: tuple[int, ...], inner: int, outer: int, gating: Gating | None
+    sizes: tuple[int, ...], width: int, outer: int, inner: Inner | None
 ) -> None:
     rng = np.random.default_rng(0)
     count, experts = sum(sizes), len(sizes)
-    x = Float8Rows(*to_float8(jnp.asarray(rng.standard_normal((count, inner)), jnp.float32)))
-    weights = rng.standard_normal((2, experts, outer, inner)) / inner**0.5
+    x = Float8Rows(*to_float8(jnp.asarray(rng.standard_normal((count, width)), jnp.float32)))
+    weights = rng.standard_normal((2, experts, outer, width)) / width**0.5
     gate, up = (Float8Weight.of(jnp.asarray(each, jnp.float32)) for each in weights)
     owner = np.repeat(np.arange(experts), sizes)
     runs = Groups(jnp.asarray(sizes), count, EIGHT)
     laid = runs.lay(jnp.arange(count), jnp.asarray(owner))
     rows = Float8Rows(x.values[laid], x.scale[laid])
-    if gating:
-        found = grouped.mosaic_gated(runs, gating)(rows, gate, up)
+    if inner:
+        found = grouped.mosaic_inner(runs, inner)(rows, up, gate)
     else:
         found = grouped.mosaic(runs)(rows, up)
     found = np.asarray(found[runs.places(jnp.asarray(owner))], np.float64)
@@ -224,5 +240,5 @@ def test_the_hopper_kernel_multiplies_float8(
         )
         for w in (gate, up)
     )
-    wanted = by_gate / (1 + np.exp(-by_gate)) * by_up if gating else by_up
+    wanted = by_gate / (1 + np.exp(-by_gate)) * by_up if inner else by_up
     assert np.linalg.norm(found - wanted) <= 4e-3 * np.linalg.norm(wanted)

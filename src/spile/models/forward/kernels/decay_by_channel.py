@@ -38,14 +38,14 @@ from spile.models.forward.ops import Heads, Scalars
 class ChannelTiling(NamedTuple):
     """How programs run."""
 
-    chunk: int = 64  # tokens
-    solve_warps: int = 8
+    chunk: int = 32  # tokens
+    solve_warps: int = 4
     warps: int = 4
     stages: int = 3
     split: int = 2  # programs for each head of the second kernel, each with a part of the values
 
 
-TILING = ChannelTiling()  # not measured: that of `gated_delta`, but for what is larger here
+FASTEST = ChannelTiling()  # of those tried (docs/benchmarks.md)
 
 
 def rule(
@@ -57,7 +57,7 @@ def rule(
     segments: Int[Array, "rows seq"],
     *,
     eps: float,
-    tiling: ChannelTiling = TILING,
+    tiling: ChannelTiling = FASTEST,
     interpret: bool = False,
 ) -> Heads:
     """Return what queries read, in the dtype of the values.
