@@ -2,9 +2,9 @@
 
     python bench/attention.py [--tokens 16384] [--seconds 0.3]
 
-Documents have natural lengths and are packed; shapes are those of published models, in bfloat16.
-The distance is between one row and `attention.masked` in float32. A kernel that this machine does
-not have is named once, with the reason.
+Rows hold the longest of many documents (families.py), which is the most work; shapes are those of
+published models, in bfloat16. The distance is between one row and `attention.masked` in float32. A
+kernel that this machine does not have is named once, with the reason.
 """
 
 import argparse

@@ -1,17 +1,18 @@
 """Spile's step on every family, against the model's own matrix products and HF, in one run.
 
     python bench/families.py [--models gemma-2-9b,Mixtral-8x7B-v0.1] [--attention auto,triton]
-                             [--taps mlp_out:all] [--seq-len 2048] [--seconds 2] [--hf]
+                             [--taps mlp_out:all] [--seq-len 2048] [--mixed] [--seconds 2] [--hf]
                              [--profile N] [--parity]
 
 Models are published configurations (tests/fixtures/configs), cut to a few layers and a small
 vocabulary, with random bfloat16 weights. Documents have natural lengths (log-normal, median 600,
-cut at the row) and are packed. `products` are the model's matrix products, chained, on as many
-tokens; those of the chosen experts are one plain product each. HF runs full rows of the same
-length, in the fastest way it has. `--profile` prints the shares of a step's time by kind of kernel,
-and the N longest kernels. `--parity` instead compares rows in the first of `--compute-dtypes` with
-HF in float32, next to HF's own in that dtype (in bfloat16 beside float8). HF's experts then run one
-by one, and rows of HF that are not finite are an error.
+cut at the row). The longest of many fill the rows, so a row of 2,048 holds one document, as HF's
+rows do. With `--mixed`, and for `--parity`, rows are packed with documents of all lengths.
+`products` are the model's matrix products, chained, on as many tokens; those of the chosen experts
+are one plain product each. HF runs in the fastest way it has. `--profile` prints the shares of a
+step's time by kind of kernel, and the N longest kernels. `--parity` instead compares rows in the
+first of `--compute-dtypes` with HF in float32, next to HF's own in that dtype (in bfloat16 beside
+float8). HF's experts then run one by one, and rows of HF that are not finite are an error.
 """
 
 import argparse

@@ -5,8 +5,8 @@
 
 Prints a table for each kind of work: the shape, milliseconds by plain jax, by the kernel as it runs
 by default, by flash-linear-attention if it is installed, and with `--tilings` by other tilings.
-Shapes are those of published models, in bfloat16; documents have natural lengths and are packed
-into rows of 2,048. What each of them serves is in `spile.models.config.kernel_choice`.
+Shapes are those of published models, in bfloat16, in rows of 2,048 with one document each. What
+each kernel serves is in `spile.models.config.kernel_choice`.
 """
 
 import argparse
@@ -144,8 +144,7 @@ def recurrence(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
                     {"stages": 1},
                     {"warps": 2},
                     {"solve_warps": 2},
-                    {"chunk": 16},
-                    {"chunk": 16, "solve_warps": 2},
+                    {"chunk": 32},
                     {"chunk": 64, "solve_warps": 8},
                 )
             ]

@@ -3,10 +3,10 @@
     python bench/pooled.py [--model Qwen2.5-7B] [--layers 28] [--seq-len 2048] [--tokens 16384]
                            [--by mean,max] [--seconds 3]
 
-The model is a published configuration with random bfloat16 weights and a small vocabulary, the
-documents have natural lengths, as in families.py. A plain step stores the last layer's residual
-stream alone. Rows are copied to pinned host memory, beside the next step. Bytes are of what leaves
-the device, for each token that is read; `stored` are those of bfloat16 rows in files.
+The model is a published configuration with random bfloat16 weights and a small vocabulary, and
+documents fill rows as in families.py. A plain step stores the last layer's residual stream alone.
+Rows are copied to pinned host memory, beside the next step. Bytes are of what leaves the device,
+for each token that is read; `stored` are those of bfloat16 rows in files.
 """
 
 import argparse

@@ -4,7 +4,7 @@
                              [--profile N]
 
 Models have published shapes and random weights: Qwen2.5 in bfloat16, gpt-oss in MXFP4, which the
-device decodes when a block runs. Documents have natural lengths and are packed. `--resident N`
+device decodes when a block runs. Documents fill rows as in families.py. `--resident N`
 blocks stay on the device, the others are streamed from pinned host memory; `--distinct` of them are
 different arrays (the bytes that move are the same). `--whole` first runs the step of the whole
 model, which must then fit. The script prints useful tokens a second, the time that the device

@@ -38,7 +38,7 @@ from spile.models.forward.ops import Heads, Scalars
 class ChannelTiling(NamedTuple):
     """How programs run."""
 
-    chunk: int = 32  # tokens
+    chunk: int = 16  # tokens
     solve_warps: int = 4
     warps: int = 4
     stages: int = 3
