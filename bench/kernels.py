@@ -267,7 +267,8 @@ def routing(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
             expert = ids.reshape(-1)[order]
             bounds = jnp.searchsorted(expert, jnp.arange(count + 1), method="scan_unrolled")
             runs = grouped.Groups(jnp.diff(bounds), len(order), grouped.EIGHT)
-            return jnp.zeros_like(order).at[order].set(runs.places(expert))
+            places = jnp.arange(len(order)) + (runs.starts() - bounds[:-1])[expert]
+            return jnp.zeros_like(order).at[order].set(places)
 
         yield (
             f"{name}: largest scores of {count} experts",
@@ -297,15 +298,15 @@ def rows(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
         rng = np.random.default_rng(0)
         expert = rng.random((options.tokens, count)).argsort(axis=1)[:, :chosen].reshape(-1)
         order = np.argsort(expert, kind="stable")
-        sizes = jnp.asarray(np.bincount(expert, minlength=count))
-        runs = grouped.Groups(sizes, len(order), grouped.EIGHT)
-        sorted_ = jnp.asarray(expert[order])
-        places = np.zeros(len(order), np.int32)
-        places[order] = np.asarray(runs.places(sorted_))
-        token = runs.lay(jnp.asarray(order // chosen), sorted_)
+        sizes = np.bincount(expert, minlength=count)
+        runs = grouped.Groups(jnp.asarray(sizes), len(order), grouped.EIGHT)
+        places, token = np.zeros(len(order), np.int32), np.zeros(runs.rows, np.int32)
+        shift = np.asarray(runs.starts()) - (np.cumsum(sizes) - sizes)
+        places[order] = np.arange(len(order)) + shift[expert[order]]
+        token[places] = np.arange(len(order)) // chosen
         x = jax.random.normal(jax.random.key(0), (options.tokens, width), jnp.bfloat16)
         by_token = jnp.asarray(places.reshape(-1, chosen))
-        ways: Ways = {"plain jax": partial(jax.jit(_rows_by_words), x, token)}
+        ways: Ways = {"plain jax": partial(jax.jit(_rows_by_words), x, jnp.asarray(token))}
         tilings = [(expert_rows._COLUMNS, expert_rows._WARPS)]
         if options.tilings:
             tilings += [(512, 2), (512, 4), (1024, 2), (1024, 8), (2048, 4), (2048, 8), (4096, 8)]

@@ -85,17 +85,6 @@ class Groups:
         room = -(-self.sizes // self.aligned) * self.aligned
         return jnp.cumsum(room) - room
 
-    def places(self, expert: Int[Array, " rows"]) -> Int[Array, " rows"]:
-        """Return the place in the layout of each row; rows are sorted by `expert`."""
-        shift = self.starts() - (jnp.cumsum(self.sizes) - self.sizes)
-        return jnp.arange(self.count) + shift[expert]
-
-    def lay(self, values: Int[Array, " rows"], expert: Int[Array, " rows"]) -> Array:
-        """Put sorted values at their places; gaps are zero."""
-        if self.aligned == 1:
-            return values
-        return jnp.zeros(self.rows, values.dtype).at[self.places(expert)].set(values)
-
 
 def unscaled(values: ExpertRows | Matrices) -> Array:
     """Return the numbers to multiply, without their scales."""
