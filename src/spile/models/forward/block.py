@@ -114,8 +114,10 @@ def run_block(
         reads = entering(x, "attn_norm")
         if beside:
             to_mlp = reads if arch.shared_norm else entering(x, "mlp_norm")
-            # Or a GPU's product would copy the stream before it adds to it, since it is read later.
-            post, reads, to_mlp = jax.lax.optimization_barrier((x, reads, to_mlp))
+            if not run.shards:
+                # Or a GPU's product would copy the stream before it adds to it, since it is read
+                # later. (On a mesh, both norms at once would take memory.)
+                post, reads, to_mlp = jax.lax.optimization_barrier((x, reads, to_mlp))
         for name, mix in mixers.items():
             given = at(f"{name}_in", reads)
             result, kept, inside = mix(given, block, layer, run, at, lent)
