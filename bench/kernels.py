@@ -189,9 +189,9 @@ def experts(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
     from spile.models.forward.kernels import grouped
     from spile.models.forward.ops import activate
 
-    for name, (count, chosen, width, inside, activation, limit) in EXPERTS.items():
+    for name, (count, chosen, width, inside, kind, limit) in EXPERTS.items():
         rows = options.tokens * chosen
-        inner = grouped.Inner(activation, limit)
+        activation = grouped.Activation(kind, limit)
         sizes = np.random.default_rng(0).multinomial(rows, np.full(count, 1 / count))
         keys = jax.random.split(jax.random.key(0), 3)
         gate, up = (
@@ -201,15 +201,15 @@ def experts(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
         runs = grouped.Groups(jnp.asarray(sizes), rows, grouped.EIGHT)
         x = jax.random.normal(keys[2], (runs.rows, width), jnp.bfloat16)
 
-        def two(x: Any, gate: Any, up: Any, runs: Any = runs, inner: Any = inner) -> Any:
+        def two(x: Any, gate: Any, up: Any, runs: Any = runs, activation: Any = activation) -> Any:
             way = grouped.mosaic(runs)
-            return activate(way(x, up), way(x, gate), *inner)
+            return activate(way(x, up), way(x, gate), *activation)
 
-        def one(x: Any, gate: Any, up: Any, runs: Any = runs, inner: Any = inner) -> Any:
-            return grouped.mosaic_inner(runs, inner)(x, up, gate)
+        def one(x: Any, gate: Any, up: Any, runs: Any = runs, activation: Any = activation) -> Any:
+            return grouped.mosaic_activated(runs, activation)(x, up, gate)
 
-        def single(x: Any, gate: Any, up: Any, inner: Any = inner) -> Any:
-            return activate(x @ up[0].T, x @ gate[0].T, *inner)
+        def single(x: Any, gate: Any, up: Any, activation: Any = activation) -> Any:
+            return activate(x @ up[0].T, x @ gate[0].T, *activation)
 
         given = (x, gate, up)
         yield (
@@ -226,11 +226,11 @@ def mlp(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
     import jax
     import jax.numpy as jnp
 
-    from spile.models.forward.kernels.grouped import Inner, inner_product
+    from spile.models.forward.kernels.grouped import Activation, inner_layer
     from spile.models.forward.ops import activate, linear
 
-    def plain(x: Any, up: Any, gate: Any, bias: Any, inner: Any) -> Any:
-        return activate(linear(x, up, bias), None if gate is None else linear(x, gate), *inner)
+    def plain(x: Any, up: Any, gate: Any, bias: Any, activation: Any) -> Any:
+        return activate(linear(x, up, bias), None if gate is None else linear(x, gate), *activation)
 
     for name, (width, inside, tokens) in {**MLPS, **UNGATED}.items():
         keys = jax.random.split(jax.random.key(0), 4)
@@ -240,13 +240,13 @@ def mlp(options: argparse.Namespace) -> Iterator[tuple[str, Ways]]:
         )
         bias = jax.random.normal(keys[3], (inside,), jnp.bfloat16)
         given = (x, up, None, bias) if name in UNGATED else (x, up, gate, None)
-        inner = Inner("gelu" if name in UNGATED else "silu")
+        activation = Activation("gelu" if name in UNGATED else "silu")
         what = "up" if name in UNGATED else "gate, up"
         yield (
             f"{name}: {what} and activation of one MLP, {tokens:,} tokens",
             {
-                "plain jax": partial(jax.jit(plain, static_argnums=4), *given, inner),
-                "**kernel**": partial(jax.jit(inner_product, static_argnums=4), *given, inner),
+                "plain jax": partial(jax.jit(plain, static_argnums=4), *given, activation),
+                "**kernel**": partial(jax.jit(inner_layer, static_argnums=4), *given, activation),
             },
         )
 

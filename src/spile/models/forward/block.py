@@ -43,7 +43,7 @@ from spile.models.forward.forward_pass import (
 )
 from spile.models.forward.kernels import rotary
 from spile.models.forward.kernels.chunks import with_gradient_of
-from spile.models.forward.kernels.grouped import Inner, inner_product, mosaic_serves
+from spile.models.forward.kernels.grouped import Activation, inner_layer, mosaic_serves
 from spile.models.forward.mixers.gated_delta import gated_delta
 from spile.models.forward.mixers.latent_heads import latent_heads, rotate_last
 from spile.models.forward.mixers.short_convolution import short_convolution
@@ -438,10 +438,10 @@ def _dense_mlp(
     """The MLP whose arrays' names begin with `stem`: its output, and what its last layer reads."""
     arch, bias = run.arch, stem.replace("w", "b")
     of_gate, of_output = arch.mlp_scales
-    inner_layer = Inner(arch.activation, arch.glu_limit)
-    if _one_kernel_serves(x, block, stem, run, inner_layer):
+    activation = Activation(arch.activation, arch.glu_limit)
+    if _one_kernel_serves(x, block, stem, run, activation):
         given = block[f"{stem}up"], block.get(f"{stem}gate"), block.get(f"{bias}up")
-        inner = inner_product(x.reshape(-1, x.shape[-1]), *given, inner_layer)
+        inner = inner_layer(x.reshape(-1, x.shape[-1]), *given, activation)
         inner = inner.reshape(*x.shape[:2], -1)
     else:
         gate = None
@@ -461,7 +461,9 @@ def _dense_mlp(
     return scaled(out, of_output), hidden
 
 
-def _one_kernel_serves(x: Hidden, block: Block, stem: str, run: ForwardPass, inner: Inner) -> bool:
+def _one_kernel_serves(
+    x: Hidden, block: Block, stem: str, run: ForwardPass, activation: Activation
+) -> bool:
     """Whether a kernel for an MLP's inner layer runs: in narrow models it is the fastest.
 
     Without a gate, it is for the exact GELU: others are part of the product by XLA.
@@ -476,4 +478,4 @@ def _one_kernel_serves(x: Hidden, block: Block, stem: str, run: ForwardPass, inn
     else:
         simple = arch.activation == "gelu"
     plain = all(name in block and not isinstance(block[name], Float8Weight) for name in names)
-    return simple and plain and inner.serves(x.dtype) and mosaic_serves(block[names[0]][None])
+    return simple and plain and activation.serves(x.dtype) and mosaic_serves(block[names[0]][None])

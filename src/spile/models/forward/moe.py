@@ -21,15 +21,15 @@ from spile.models.forward.kernels.chunks import with_gradient_of
 from spile.models.forward.kernels.expert_rows import spread
 from spile.models.forward.kernels.grouped import (
     EIGHT,
+    Activation,
     ExpertRows,
     Float8Rows,
     Grouped,
     Groups,
-    Inner,
     Matrices,
     has_mosaic,
     mosaic,
-    mosaic_inner,
+    mosaic_activated,
     mosaic_serves,
     ragged,
     tiled,
@@ -150,7 +150,8 @@ def mix(
     the GPU's kernel, and its copies of words, through which jax has no gradient.
     """
     assert arch.experts
-    weighs_input, activated = arch.experts.weighs_input, Inner(arch.activation, arch.glu_limit)
+    activation = Activation(arch.activation, arch.glu_limit)
+    weighs_input = arch.experts.weighs_input
     flat, lead, each = x.reshape(-1, x.shape[-1]), x.shape[:2], ids.shape[-1]
     held = len(unscaled(block["w_up"]))
     chosen = ids.reshape(-1, each) - first
@@ -199,11 +200,11 @@ def mix(
         places, sizes = places_of(jnp.where(here, chosen, -1), held, EIGHT)
         runs = Groups(sizes, chosen.size, EIGHT)
         tokens = _spread(flat, places, runs.rows, by, float8=float8)
-        if activated.serves(x.dtype):
+        if activation.serves(x.dtype):
             names = ("up", "gate") if arch.gated else ("up",)
             given = [block[f"w_{name}"] for name in names]
             biases = tuple(block[f"b_{name}"] for name in names if f"b_{name}" in block)
-            mixed = mosaic_inner(runs, activated)(tokens, *given, biases=biases)
+            mixed = mosaic_activated(runs, activation)(tokens, *given, biases=biases)
         else:
             at = jnp.where(here, places, runs.rows).reshape(-1)
             of = jnp.zeros(runs.rows, jnp.int32).at[at].set(chosen.reshape(-1), mode="drop")

@@ -16,9 +16,7 @@ from support.marks import some
 from support.recurrence import EPS, delta_by_token, delta_inputs, error, segments
 
 ON_GPU = jax.default_backend() == "gpu"
-# The interpreter takes long for chunks as large as those that run.
-CHOSEN = FASTEST if ON_GPU else FASTEST._replace(chunk=16)
-SIZE = CHOSEN.chunk
+SIZE = FASTEST.chunk
 # Documents that end at every place of a chunk, an empty row, and one that begins in padding.
 EVERY_PLACE = ((SIZE - 1,) * SIZE, (), (5, 1, SIZE * 3))
 
@@ -36,14 +34,14 @@ def inputs(rows: int, seq: int, *, alike: float, heads: int = 1, dim: int = 16) 
 @pytest.mark.parametrize("seq", [SIZE * (SIZE - 1), SIZE * 2 + 7])
 def test_documents_may_end_at_any_place_of_a_chunk(seq: int, alike: float) -> None:
     given, places = inputs(3, seq, alike=alike), segments(EVERY_PLACE, seq)
-    found = jax.jit(partial(rule, eps=EPS, tiling=CHOSEN, interpret=not ON_GPU))(*given, places)
+    found = jax.jit(partial(rule, eps=EPS, interpret=not ON_GPU))(*given, places)
     assert found.dtype == jnp.bfloat16
     assert error(found, jax.jit(delta_by_token)(*given, places)) < 2.0**-7
 
 
 @pytest.mark.full
-def test_chunks_of_the_size_that_runs_and_heads_of_their_own_decay() -> None:
-    seq = FASTEST.chunk * 4 + 7
+def test_each_of_several_wide_heads_has_its_own_decay() -> None:
+    seq = SIZE * 4 + 7
     given = inputs(2, seq, alike=1.0, heads=2, dim=128)
     places = segments(((seq,), (7, 100, seq)), seq)
     found = jax.jit(partial(rule, eps=EPS, interpret=not ON_GPU))(*given, places)

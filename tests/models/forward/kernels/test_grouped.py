@@ -9,16 +9,16 @@ import pytest
 from scipy.special import ndtr
 
 from spile.models.forward.kernels import grouped
-from spile.models.forward.kernels.grouped import EIGHT, Float8Rows, Groups, Inner
+from spile.models.forward.kernels.grouped import EIGHT, Activation, Float8Rows, Groups
 from spile.models.forward.ops import FLOAT8, Float8Weight, activate, to_float8
 from support.marks import some
 
 SIZES = (300, 0, 1, 211, 128, 0)
-INNERS = {
-    "gpt-oss": Inner("quick_gelu", 7.0),
-    "qwen": Inner("silu"),
-    "gemma": Inner("gelu_pytorch_tanh"),
-    "pythia": Inner("gelu"),  # without a gate
+ACTIVATIONS = {
+    "gpt-oss": Activation("quick_gelu", 7.0),
+    "qwen": Activation("silu"),
+    "gemma": Activation("gelu_pytorch_tanh"),
+    "pythia": Activation("gelu"),  # without a gate
 }
 
 
@@ -54,7 +54,7 @@ def test_a_layout_has_room_for_any_sizes_and_nothing_beside_a_single_run(runs: i
 
 def test_the_inner_layer_of_a_plain_mlp_is_not_copied() -> None:
     x, matrix = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 512), (832, 512)))
-    traced = jax.jit(partial(grouped.inner_product, inner=INNERS["qwen"])).trace(
+    traced = jax.jit(partial(grouped.inner_layer, activation=ACTIVATIONS["qwen"])).trace(
         x, matrix, matrix, None
     )
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -97,7 +97,7 @@ def test_the_hopper_kernel_of_float8_is_lowered_by_this_jax(gated: bool) -> None
     def run(rows: Float8Rows, w: Float8Weight, sizes: jax.Array) -> jax.Array:
         runs = Groups(sizes, 500, EIGHT)
         if gated:
-            return grouped.mosaic_inner(runs, Inner("silu"))(rows, w, w)
+            return grouped.mosaic_activated(runs, Activation("silu"))(rows, w, w)
         return grouped.mosaic(runs)(rows, w)
 
     rows = Groups(jnp.asarray(SIZES), 500, EIGHT).rows
@@ -114,14 +114,14 @@ def test_the_hopper_kernel_of_float8_is_lowered_by_this_jax(gated: bool) -> None
     assert "mosaic_gpu" in lowered.as_text()
 
 
-@pytest.mark.parametrize("name", some(INNERS, "gpt-oss", "pythia"))
+@pytest.mark.parametrize("name", some(ACTIVATIONS, "gpt-oss", "pythia"))
 def test_the_hopper_kernel_of_inner_layers_is_lowered_by_this_jax(name: str) -> None:
-    inner = INNERS[name]
+    activation = ACTIVATIONS[name]
 
     def run(x: jax.Array, w: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
         matrices, biases = ((w,), (b,)) if name == "pythia" else ((w, w), (b, b))
-        multiply = grouped.mosaic_inner(Groups(sizes, 500, EIGHT), inner)
-        return multiply(x, *matrices, biases=biases if inner.limit or name == "pythia" else ())
+        multiply = grouped.mosaic_activated(Groups(sizes, 500, EIGHT), activation)
+        return multiply(x, *matrices, biases=biases if activation.limit or name == "pythia" else ())
 
     rows = Groups(jnp.asarray(SIZES), 500, EIGHT).rows
     shapes = [
@@ -166,7 +166,7 @@ def test_the_hopper_kernel_multiplies_as_the_tiles_do(
 
 
 @pytest.mark.skipif(not grouped.has_mosaic(), reason="needs a Hopper GPU")
-@pytest.mark.parametrize("name", INNERS)
+@pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize(
     ("sizes", "width", "outer"),
     [(SIZES, 128, 256), ((7, 9, 100, 90), 2880, 2880), ((9000, 3288), 256, 832)],
@@ -176,8 +176,8 @@ def test_the_hopper_kernel_of_inner_layers_activates_products(
 ) -> None:
     rng = np.random.default_rng(0)
     count, experts = sum(sizes), len(sizes)
-    inner, matrices = INNERS[name], 1 if name == "pythia" else 2
-    biased = bool(inner.limit) or matrices == 1
+    activation, matrices = ACTIVATIONS[name], 1 if name == "pythia" else 2
+    biased = bool(activation.limit) or matrices == 1
     x = jnp.asarray(rng.standard_normal((count, width)), jnp.bfloat16)
     weights = [
         jnp.asarray(rng.standard_normal((experts, outer, width)) / width**0.5, jnp.bfloat16)
@@ -191,7 +191,7 @@ def test_the_hopper_kernel_of_inner_layers_activates_products(
 
     @jax.jit
     def run(x: jax.Array) -> jax.Array:
-        return grouped.mosaic_inner(runs, inner)(x[rows], *weights, biases=biases)[places]
+        return grouped.mosaic_activated(runs, activation)(x[rows], *weights, biases=biases)[places]
 
     @jax.jit
     def definition(x: jax.Array) -> jax.Array:
@@ -199,7 +199,7 @@ def test_the_hopper_kernel_of_inner_layers_activates_products(
         products = [wide(w.astype(jnp.float32)) for w in weights]
         for number, bias in enumerate(biases):
             products[number] = products[number] + bias.astype(jnp.float32)[expert]
-        return activate(products[0], products[1] if matrices == 2 else None, *inner)
+        return activate(products[0], products[1] if matrices == 2 else None, *activation)
 
     found, wanted = (np.asarray(f(x), np.float32) for f in (run, definition))
     assert np.linalg.norm(found - wanted) <= 4e-3 * np.linalg.norm(wanted)
@@ -207,19 +207,21 @@ def test_the_hopper_kernel_of_inner_layers_activates_products(
 
 def test_the_kernels_gelu_is_as_exact_as_bfloat16_even_where_it_is_tiny() -> None:
     x = jnp.linspace(-5.4, 5.4, 20_001)
-    found = np.asarray(grouped._activated(x, inner=INNERS["pythia"]), np.float64)
+    found = np.asarray(grouped._activated(x, activation=ACTIVATIONS["pythia"]), np.float64)
     wanted = np.asarray(x, np.float64) * ndtr(np.asarray(x, np.float64))
     np.testing.assert_allclose(found, wanted, rtol=3e-4)
-    far = np.asarray(grouped._activated(jnp.asarray([-40.0, 40.0]), inner=INNERS["pythia"]))
+    far = np.asarray(
+        grouped._activated(jnp.asarray([-40.0, 40.0]), activation=ACTIVATIONS["pythia"])
+    )
     np.testing.assert_array_equal(far, [0, 40])
-    assert np.isnan(grouped._activated(jnp.asarray([jnp.nan]), inner=INNERS["pythia"]))
+    assert np.isnan(grouped._activated(jnp.asarray([jnp.nan]), activation=ACTIVATIONS["pythia"]))
 
 
 @pytest.mark.skipif(not grouped.has_mosaic(), reason="needs a Hopper GPU")
-@pytest.mark.parametrize("inner", [None, Inner("silu")])
+@pytest.mark.parametrize("activation", [None, Activation("silu")])
 @pytest.mark.parametrize(("sizes", "width", "outer"), [(SIZES, 128, 256), ((700, 90), 768, 832)])
 def test_the_hopper_kernel_multiplies_float8(
-    sizes: tuple[int, ...], width: int, outer: int, inner: Inner | None
+    sizes: tuple[int, ...], width: int, outer: int, activation: Activation | None
 ) -> None:
     rng = np.random.default_rng(0)
     count, experts = sum(sizes), len(sizes)
@@ -230,8 +232,8 @@ def test_the_hopper_kernel_multiplies_float8(
     runs = Groups(jnp.asarray(sizes), count, EIGHT)
     places, laid = laid_out(sizes)
     rows = Float8Rows(x.values[laid], x.scale[laid])
-    if inner:
-        found = grouped.mosaic_inner(runs, inner)(rows, up, gate)
+    if activation:
+        found = grouped.mosaic_activated(runs, activation)(rows, up, gate)
     else:
         found = grouped.mosaic(runs)(rows, up)
     found = np.asarray(found[places], np.float64)
@@ -244,5 +246,5 @@ def test_the_hopper_kernel_multiplies_float8(
         )
         for w in (gate, up)
     )
-    wanted = by_gate / (1 + np.exp(-by_gate)) * by_up if inner else by_up
+    wanted = by_gate / (1 + np.exp(-by_gate)) * by_up if activation else by_up
     assert np.linalg.norm(found - wanted) <= 4e-3 * np.linalg.norm(wanted)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from spile.models.config.kernel_choice import unfit_on_tpu, unfit_recurrence
 from spile.models.forward.ops import gpu_capability
@@ -59,6 +59,13 @@ def with_gradient_of(
     run: Any = jax.custom_vjp(kernel)
     run.defvjp(forward, backward)
     return run
+
+
+def in_whole_chunks(a: Shaped[Array, "rows seq *rest"], size: int, fill: int = 0) -> Array:
+    """Pad tokens to a multiple of a chunk's."""
+    over = -a.shape[1] % size
+    widths = ((0, 0), (0, over), *[(0, 0)] * (a.ndim - 2))
+    return jnp.pad(a, widths, constant_values=fill) if over else a
 
 
 class Decay(NamedTuple):

@@ -11,7 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from spile.models.forward.kernels.chunks import columns_of, dot, dot_by_rows, rows_of
+from spile.models.forward.kernels.chunks import (
+    columns_of,
+    dot,
+    dot_by_rows,
+    in_whole_chunks,
+    rows_of,
+)
 
 LANES = 128
 CHUNK = LANES  # tokens
@@ -35,18 +41,12 @@ def most_heads(heads: int, dim: int) -> int:
     return max(fits, default=fill)
 
 
-def in_whole_chunks(a: Float[Array, "rows seq *rest"]) -> Array:
-    """Pad tokens to a multiple of a chunk's."""
-    return jnp.pad(a, ((0, 0), (0, -a.shape[1] % CHUNK), *[(0, 0)] * (a.ndim - 2)))
-
-
 def marked(segments: Int[Array, "rows seq"], *, size: int = CHUNK) -> Int[Array, "rows marks seq"]:
     """Return the `Marks` of all chunks; a row's first chunk continues no document.
 
     `size`: tokens for which the decay is computed at a time; a chunk may have several such parts.
     """
-    over = -segments.shape[1] % CHUNK
-    places = jnp.pad(segments, ((0, 0), (0, over)), constant_values=-1)
+    places = in_whole_chunks(segments, CHUNK, fill=-1)
     last = places[:, size - 1 :: size]
     before = jnp.pad(last[:, :-1], ((0, 0), (1, 0)), constant_values=-2)
     marks = Marks(places, *(jnp.repeat(a, size, axis=1) for a in (before, last)))

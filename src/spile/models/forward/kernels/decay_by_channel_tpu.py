@@ -20,14 +20,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 from jaxtyping import Array, Float, Int
 
-from spile.models.forward.kernels.chunks import columns_of, dot, dot_by_rows, rows_of
+from spile.models.forward.kernels.chunks import (
+    columns_of,
+    dot,
+    dot_by_rows,
+    in_whole_chunks,
+    rows_of,
+)
 from spile.models.forward.kernels.chunks_tpu import (
     CHUNK,
     HALF,
     Marks,
     halves,
     in_parts,
-    in_whole_chunks,
     inverses_of_unit_lower,
     marked,
     norm,
@@ -61,7 +66,7 @@ def rule(
     rows, seq, heads, dim = v.shape
     together = max(n for n in range(1, _MOST + 1) if heads % n == 0)
     whole = seq + -seq % CHUNK
-    strength = jnp.moveaxis(in_whole_chunks(written.astype(jnp.float32)), 1, 2)
+    strength = jnp.moveaxis(in_whole_chunks(written.astype(jnp.float32), CHUNK), 1, 2)
     tokens = pl.BlockSpec((1, CHUNK, together * dim), lambda row, part, chunk: (row, chunk, part))
     run: Any = pl.pallas_call(
         partial(_kernel, eps=eps),
@@ -89,9 +94,9 @@ def rule(
         interpret=interpret,
     )
     read = run(
-        *(in_whole_chunks(a.reshape(rows, seq, -1)) for a in (q, k, v)),
+        *(in_whole_chunks(a.reshape(rows, seq, -1), CHUNK) for a in (q, k, v)),
         strength.reshape(rows, -1, together, whole),
-        in_whole_chunks(kept.astype(jnp.float32).reshape(rows, seq, -1)),
+        in_whole_chunks(kept.astype(jnp.float32).reshape(rows, seq, -1), CHUNK),
         marked(segments, size=HALF),
     )
     return read[:, :seq].reshape(v.shape)

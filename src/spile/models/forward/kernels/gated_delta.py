@@ -26,6 +26,7 @@ from spile.models.forward.kernels.chunks import (
     dot,
     dot_by_columns,
     dot_by_rows,
+    in_whole_chunks,
     inverse_of_unit_lower,
     rows_of,
 )
@@ -67,13 +68,9 @@ def rule(
         eps: what the norms of queries and keys add to the sum of squares.
     """
     rows, seq, heads, dim = v.shape
-    size, over, each = tiling.chunk, -seq % tiling.chunk, heads // q.shape[2]
-    if over:
-        q, k, v, written, kept = (
-            jnp.pad(a, ((0, 0), (0, over), *[(0, 0)] * (a.ndim - 2)))
-            for a in (q, k, v, written, kept)
-        )
-        segments = jnp.pad(segments, ((0, 0), (0, over)), constant_values=-1)
+    size, each = tiling.chunk, heads // q.shape[2]
+    q, k, v, written, kept = (in_whole_chunks(a, size) for a in (q, k, v, written, kept))
+    segments = in_whole_chunks(segments, size, fill=-1)
     chunks = v.shape[1] // size
     by_head = [jnp.moveaxis(a.astype(jnp.float32), 1, 2) for a in (written, kept)]
     square = jax.ShapeDtypeStruct((rows, heads, chunks, size, size), v.dtype)

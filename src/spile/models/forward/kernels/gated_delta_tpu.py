@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 from jaxtyping import Array, Float, Int
 
-from spile.models.forward.kernels.chunks import dot, dot_by_rows
+from spile.models.forward.kernels.chunks import dot, dot_by_rows, in_whole_chunks
 from spile.models.forward.kernels.chunks_tpu import (
     CHUNK,
     HALF,
@@ -27,7 +27,6 @@ from spile.models.forward.kernels.chunks_tpu import (
     below,
     decay_by_head,
     halves,
-    in_whole_chunks,
     inverses_of_unit_lower,
     marked,
     norm,
@@ -65,7 +64,7 @@ def rule(
 
     def by_part(a: Array) -> Array:
         """[rows, seq, heads] -> [rows, programs, heads of each, seq], in float32."""
-        filled = in_whole_chunks(a.astype(jnp.float32))
+        filled = in_whole_chunks(a.astype(jnp.float32), CHUNK)
         return jnp.moveaxis(filled, 1, 2).reshape(rows, -1, together, whole)
 
     def tokens(width: int) -> pl.BlockSpec:
@@ -98,7 +97,7 @@ def rule(
         interpret=interpret,
     )
     read = run(
-        *(in_whole_chunks(a.reshape(rows, seq, -1)) for a in (q, k, v)),
+        *(in_whole_chunks(a.reshape(rows, seq, -1), CHUNK) for a in (q, k, v)),
         *(by_part(a) for a in (written, kept)),
         marked(segments, size=HALF),
     )

@@ -195,19 +195,19 @@ def mosaic(runs: Groups) -> Grouped:
     return lambda x, w: _multiplied(runs, table, x, [w])
 
 
-class Inner(NamedTuple):
+class Activation(NamedTuple):
     """How products become the inner layer of an MLP: arguments of `activate`."""
 
-    activation: str
+    name: str
     limit: float | None = None
 
     def serves(self, dtype: jnp.dtype) -> bool:
         """Return whether the Hopper kernel can compute it. (float16 products are bounded first.)"""
-        bounded = self.activation == "gelu" and self.limit is not None
-        return self.activation in _SERVED and not bounded and dtype == jnp.bfloat16
+        bounded = self.name == "gelu" and self.limit is not None
+        return self.name in _SERVED and not bounded and dtype == jnp.bfloat16
 
 
-def mosaic_inner(runs: Groups, inner: Inner) -> Callable[..., Array]:
+def mosaic_activated(runs: Groups, activation: Activation) -> Callable[..., Array]:
     """Multiply by up's matrix, and by the gate's if there is one, and activate, in one kernel.
 
     Rows are read once, products are never rounded or stored, and half as many values leave the
@@ -222,17 +222,17 @@ def mosaic_inner(runs: Groups, inner: Inner) -> Callable[..., Array]:
         biases: tuple[Array, ...] = (),  # of up, and of the gate
     ) -> Array:
         matrices = [up] if gate is None else [up, gate]
-        return _multiplied(runs, table, x, matrices, inner, biases)
+        return _multiplied(runs, table, x, matrices, activation, biases)
 
     return multiply
 
 
-def inner_product(
+def inner_layer(
     x: Float[Array, "rows in"],
     up: Float[Array, "out in"],
     gate: Float[Array, "out in"] | None,
     bias: Float[Array, " out"] | None,
-    inner: Inner,
+    activation: Activation,
 ) -> Float[Array, "rows out"]:
     """Return the inner layer of an MLP: by one kernel on a GPU, as for one expert.
 
@@ -244,12 +244,12 @@ def inner_product(
         runs = Groups(jnp.full(1, len(x)), len(x), EIGHT)
         others = () if bias is None else (bias[None],)
         of_gate = None if gate is None else gate[None]
-        return mosaic_inner(runs, inner)(x, up[None], of_gate, others)[: len(x)]
+        return mosaic_activated(runs, activation)(x, up[None], of_gate, others)[: len(x)]
 
     def plain(x: Array, up: Array, gate: Array | None, bias: Array | None) -> Array:
         by = partial(product, "...i,oi->...o", x)
         products = by(up) if bias is None else by(up) + bias[None]
-        return activate(products, None if gate is None else by(gate), *inner)
+        return activate(products, None if gate is None else by(gate), *activation)
 
     return jax.lax.platform_dependent(x, up, gate, bias, cuda=fused, default=plain)
 
@@ -259,7 +259,7 @@ def _multiplied(
     table: list[Int[Array, " tiles"]],
     x: ExpertRows,
     matrices: list[Matrices],
-    inner: Inner | None = None,
+    activation: Activation | None = None,
     biases: tuple[Array, ...] = (),
 ) -> Array:
     """Run the Hopper kernel."""
@@ -273,7 +273,7 @@ def _multiplied(
         x, scales = x.values, [jnp.pad(x.scale, (0, _ROWS))]
         scales += [wide(w.scale) for w in matrices if isinstance(w, Float8Weight)]
     given = [unscaled(w) for w in matrices]
-    run = _hopper(x.shape[1], given[0].shape[1], x.dtype, runs.rows, len(matrices), inner)
+    run = _hopper(x.shape[1], given[0].shape[1], x.dtype, runs.rows, len(matrices), activation)
     return run(*table, x, *given, *scales, *map(wide, biases))
 
 
@@ -302,7 +302,7 @@ def _columns(columns: int, matrices: int) -> int:
 
 @cache
 def _hopper(
-    terms: int, columns: int, dtype: Any, rows: int, count: int, inner: Inner | None
+    terms: int, columns: int, dtype: Any, rows: int, count: int, activation: Activation | None
 ) -> Callable[..., Array]:
     """Return the kernel: persistent, with one warpgroup that loads and two that multiply.
 
@@ -403,7 +403,11 @@ def _hopper(
                         products[number] = products[number] * spread(scale, there, 1)
                     for number, bias in enumerate(biases):
                         products[number] = products[number] + spread(bias, there, 1)
-                    return products[0] if inner is None else _activated(*products, inner=inner)
+                    return (
+                        products[0]
+                        if activation is None
+                        else _activated(*products, activation=activation)
+                    )
 
                 def store(values: Any) -> None:
                     places = pairs(range(0, tall, _STORED), range(0, own, _STORED))
@@ -442,10 +446,10 @@ def _hopper(
     )
 
 
-def _activated(up: Any, gate: Any = None, *, inner: Inner) -> Any:
+def _activated(up: Any, gate: Any = None, *, activation: Activation) -> Any:
     """Do what `activate` does, without the error function, which the kernel has not."""
-    if inner.activation != "gelu":
-        return activate(up, gate, *inner)
+    if activation.name != "gelu":
+        return activate(up, gate, *activation)
     x = up if gate is None else gate
     size = jnp.abs(x)
     # (2 to the power of a number is fewer instructions than e to it.)

@@ -17,7 +17,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-from spile.models.forward.kernels.chunks import decay, dot, dot_by_columns, dot_by_rows
+from spile.models.forward.kernels.chunks import (
+    decay,
+    dot,
+    dot_by_columns,
+    dot_by_rows,
+    in_whole_chunks,
+)
 from spile.models.forward.ops import Heads, Scalars
 
 
@@ -51,13 +57,9 @@ def rule(
         kept: the log-decay of the state.
     """
     rows, seq, heads, _ = v.shape
-    size, over = tiling.chunk, -seq % tiling.chunk
-    if over:
-        q, k, v, steps, kept = (
-            jnp.pad(a, ((0, 0), (0, over), *[(0, 0)] * (a.ndim - 2)))
-            for a in (q, k, v, steps, kept)
-        )
-        segments = jnp.pad(segments, ((0, 0), (0, over)), constant_values=-1)
+    size = tiling.chunk
+    q, k, v, steps, kept = (in_whole_chunks(a, size) for a in (q, k, v, steps, kept))
+    segments = in_whole_chunks(segments, size, fill=-1)
     run: Any = pl.pallas_call(
         partial(_kernel, size=size, each=heads // q.shape[2]),
         out_shape=jax.ShapeDtypeStruct(v.shape, v.dtype),

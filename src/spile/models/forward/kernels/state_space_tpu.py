@@ -18,13 +18,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 from jaxtyping import Array, Float, Int
 
-from spile.models.forward.kernels.chunks import dot, dot_by_rows
+from spile.models.forward.kernels.chunks import dot, dot_by_rows, in_whole_chunks
 from spile.models.forward.kernels.chunks_tpu import (
     CHUNK,
     LANES,
     Marks,
     decay_by_head,
-    in_whole_chunks,
     marked,
     most_heads,
     side_by_side,
@@ -60,7 +59,7 @@ def rule(
     def by_part(a: Array) -> Array:
         """[rows, seq, heads] -> [rows, programs, heads of each, seq], in float32."""
         filled = _filled(a.astype(jnp.float32).reshape(rows, seq, groups, each), over)
-        return jnp.moveaxis(in_whole_chunks(filled), 1, 3).reshape(rows, -1, together, whole)
+        return jnp.moveaxis(in_whole_chunks(filled, CHUNK), 1, 3).reshape(rows, -1, together, whole)
 
     whole = seq + -seq % CHUNK
     values = _filled(v.reshape(rows, seq, groups, each, dim), over).reshape(rows, seq, -1)
@@ -96,7 +95,7 @@ def rule(
         interpret=interpret,
     )
     read = run(
-        *(in_whole_chunks(a.reshape(rows, seq, -1)) for a in (q, k, values)),
+        *(in_whole_chunks(a.reshape(rows, seq, -1), CHUNK) for a in (q, k, values)),
         *(by_part(a) for a in (steps, kept)),
         added[None],
         marked(segments),
